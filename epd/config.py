@@ -1,0 +1,212 @@
+"""One frozen configuration tree: file < environment < flags.
+
+Environment variables are ``EPD_`` + path with double underscores, e.g.
+``EPD_PREFILL__STEP_TOKENS=512``. The file is TOML (``--config`` or
+``EPD_CONFIG``). All limits of the service are here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from epd.errors import invalid
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(_Section):
+    path: str = ""
+    """Folder of the checkpoint (transformers format)."""
+    name: str = ""
+    """Id that clients use; default: the folder's name."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: str = "cpu"
+    exact: bool = False
+    """Batch-invariant numerics: same bits whatever the batch and the chunks."""
+    threads: int = Field(1, ge=1)
+    """torch threads of one stage process. On purpose 1: stages share the cores."""
+
+
+class KvConfig(_Section):
+    block_tokens: int = Field(32, ge=1)
+    """Tokens in a block: page, hash unit and transfer unit."""
+    prefill_tokens: int = Field(16384, ge=64)
+    """Size of prefill's pool, in tokens."""
+    decode_tokens: int = Field(16384, ge=64)
+
+
+class EncodeConfig(_Section):
+    batch_patches: int = Field(4096, ge=1)
+    """Most vision patches in one forward; a larger image runs alone."""
+    arena_mib: int = Field(256, ge=1)
+    """Registered memory for finished embeddings."""
+    max_queue: int = Field(256, ge=1)
+    decode_workers: int = Field(1, ge=1)
+    """Threads that decode and resize pictures."""
+
+
+class PrefillConfig(_Section):
+    step_tokens: int = Field(512, ge=1)
+    """Token budget of one forward over all requests."""
+    chunk_tokens: int = Field(512, ge=1)
+    """Most tokens of one request in one forward."""
+    landing_mib: int = Field(256, ge=1)
+    """Registered memory that embeddings are read into."""
+    max_queue: int = Field(256, ge=1)
+
+
+class DecodeConfig(_Section):
+    max_running: int = Field(64, ge=1)
+    """Most sequences in one forward."""
+    max_queue: int = Field(256, ge=1)
+
+
+class TransferConfig(_Section):
+    host: str = "127.0.0.1"
+    """Address that peers reach this worker's transfer engine at."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """What must be in use; another transport than this is refused at start."""
+    read_deadline_s: float = Field(5.0, gt=0)
+    quarantine_margin_s: float = Field(1.0, ge=0)
+    connect_timeout_s: float = Field(3.0, gt=0)
+    backoff_s: float = Field(1.0, gt=0)
+    """How long a peer that could not be reached is left alone."""
+    port_min: int = 0
+    """Range of Mooncake's own ports; 0: its default range."""
+    port_max: int = 0
+
+
+class LimitsConfig(_Section):
+    max_context: int = Field(0, ge=0)
+    """Prompt + output tokens of one request; 0: what the model and pools hold."""
+    max_images: int = Field(16, ge=0)
+    max_image_bytes: int = Field(20 << 20, ge=1)
+    max_image_pixels: int = Field(24_000_000, ge=1)
+    """Checked in the header, before any decoding."""
+    max_aspect_ratio: float = Field(200.0, ge=1)
+    max_body_bytes: int = Field(64 << 20, ge=1)
+    max_messages: int = Field(1024, ge=1)
+    max_stop_strings: int = Field(16, ge=1)
+    max_stop_length: int = Field(256, ge=1)
+    max_top_logprobs: int = Field(20, ge=0)
+    default_max_tokens: int = Field(256, ge=1)
+    max_inflight: int = Field(256, ge=1)
+    """Requests that one gateway works on; more get 429."""
+    request_deadline_s: float = Field(300.0, gt=0)
+
+
+class GatewayConfig(_Section):
+    host: str = "127.0.0.1"
+    http_port: int = Field(8000, ge=0, le=65535)
+    grpc_port: int = Field(8001, ge=0, le=65535)
+    """Public gRPC API."""
+    membership_port: int = Field(8002, ge=0, le=65535)
+    """Workers register here."""
+    heartbeat_s: float = Field(0.5, gt=0)
+    dead_s: float = Field(2.0, gt=0)
+    cancel_bound_s: float = Field(6.0, gt=0)
+    """How long to wait for a reader's ReadsTerminal."""
+    preprocess_workers: int = Field(1, ge=0)
+    """Processes that count image tokens; 0: in the gateway's own process."""
+
+
+class WorkerConfig(_Section):
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """gRPC port; 0: any free one."""
+    gateways: tuple[str, ...] = ()
+    """Membership addresses ("host:port") to register at."""
+    grace_s: float = Field(10.0, ge=0)
+    """After SIGTERM, how long running work may go on."""
+    stall_s: float = Field(10.0, gt=0)
+    """Work without a step for this long is NOT_SERVING."""
+    metrics_port: int = Field(0, ge=-1, le=65535)
+    """Prometheus port of a worker; 0: any free one, -1: none."""
+
+
+class LogConfig(_Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+
+
+class RpcConfig(_Section):
+    control_bytes: int = Field(1 << 20, ge=1 << 16)
+    """Largest control message (prompt ids of a long prompt fit)."""
+    encode_bytes: int = Field(32 << 20, ge=1 << 20)
+    """Largest message to encode (it holds an image file)."""
+    keepalive_s: float = Field(10.0, gt=0)
+
+
+class Config(_Section):
+    model: ModelConfig = ModelConfig()
+    kv: KvConfig = KvConfig()
+    encode: EncodeConfig = EncodeConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+    transfer: TransferConfig = TransferConfig()
+    limits: LimitsConfig = LimitsConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    worker: WorkerConfig = WorkerConfig()
+    rpc: RpcConfig = RpcConfig()
+    log: LogConfig = LogConfig()
+
+
+def load_config(
+    file: str | Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """Merge file, environment and flags (``{"prefill.step_tokens": 64}``).
+
+    Raises:
+        EpdError: a key is unknown or a value is out of range; the message names
+            the key as written and where it came from.
+    """
+    environ = os.environ if environ is None else environ
+    tree: dict[str, Any] = {}
+    file = file or environ.get("EPD_CONFIG")
+    if file:
+        _merge(tree, _read_file(Path(file)))
+    for key, value in environ.items():
+        if key.startswith("EPD_") and "__" in key:
+            _set(tree, key.removeprefix("EPD_").lower().split("__"), value)
+    for key, value in (flags or {}).items():
+        if value is not None:
+            _set(tree, key.split("."), value)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise invalid(f"configuration: {where}: {first['msg']}", where) from error
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise invalid(f"configuration file {path}: {error}", "config") from error
+
+
+def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    if path[-1] == "gateways" and isinstance(value, str):
+        value = [part for part in value.split(",") if part]
+    tree[path[-1]] = value

@@ -1,0 +1,111 @@
+"""Domain errors, and the one table that maps them to gRPC, HTTP and OpenAI.
+
+Raise `EpdError` with a kind; servicers and the HTTP app translate it here and
+nowhere else. What is the user's fault is 4xx / INVALID_ARGUMENT and names the
+field (`param`); what is ours is typed, counted and logged with the request id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import grpc
+
+
+class ErrorKind(StrEnum):
+    """Reason of a failed request; on the wire it is ErrorInfo.reason."""
+
+    INVALID_REQUEST = "invalid_request"
+    INVALID_IMAGE = "invalid_image"
+    IMAGE_TOO_LARGE = "image_too_large"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    MODEL_NOT_FOUND = "model_not_found"
+    UNAUTHENTICATED = "invalid_api_key"
+    REQUEST_TOO_LARGE = "request_too_large"
+    OVERLOADED = "overloaded"
+    STAGE_UNAVAILABLE = "stage_unavailable"
+    NOT_STARTED = "not_started"
+    TRANSFER_FAILED = "transfer_failed"
+    CHECKSUM_MISMATCH = "checksum_mismatch"
+    CONTRACT_MISMATCH = "contract_mismatch"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    CANCELLED = "cancelled"
+    INTERNAL = "internal_error"
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """How one kind looks to gRPC clients, HTTP clients and OpenAI libraries."""
+
+    grpc_code: grpc.StatusCode
+    http_status: int
+    openai_type: str
+    users_fault: bool
+    retryable: bool = False
+
+
+_BAD = "invalid_request_error"
+_SERVER = "server_error"
+_Code = grpc.StatusCode
+
+TABLE: dict[ErrorKind, Mapping] = {
+    ErrorKind.INVALID_REQUEST: Mapping(_Code.INVALID_ARGUMENT, 400, _BAD, True),
+    ErrorKind.INVALID_IMAGE: Mapping(_Code.INVALID_ARGUMENT, 400, _BAD, True),
+    ErrorKind.IMAGE_TOO_LARGE: Mapping(_Code.INVALID_ARGUMENT, 400, _BAD, True),
+    ErrorKind.CONTEXT_LENGTH_EXCEEDED: Mapping(_Code.INVALID_ARGUMENT, 400, _BAD, True),
+    ErrorKind.MODEL_NOT_FOUND: Mapping(_Code.INVALID_ARGUMENT, 400, _BAD, True),
+    ErrorKind.UNAUTHENTICATED: Mapping(_Code.UNAUTHENTICATED, 401, "authentication_error", True),
+    ErrorKind.REQUEST_TOO_LARGE: Mapping(_Code.INVALID_ARGUMENT, 413, _BAD, True),
+    ErrorKind.OVERLOADED: Mapping(_Code.RESOURCE_EXHAUSTED, 429, "rate_limit_error", False, True),
+    ErrorKind.STAGE_UNAVAILABLE: Mapping(_Code.UNAVAILABLE, 503, _SERVER, False, True),
+    ErrorKind.NOT_STARTED: Mapping(_Code.UNAVAILABLE, 503, _SERVER, False, True),
+    ErrorKind.TRANSFER_FAILED: Mapping(_Code.UNAVAILABLE, 503, _SERVER, False, True),
+    ErrorKind.CHECKSUM_MISMATCH: Mapping(_Code.DATA_LOSS, 500, _SERVER, False),
+    ErrorKind.CONTRACT_MISMATCH: Mapping(_Code.FAILED_PRECONDITION, 500, _SERVER, False),
+    ErrorKind.DEADLINE_EXCEEDED: Mapping(_Code.DEADLINE_EXCEEDED, 504, "timeout_error", False),
+    ErrorKind.CANCELLED: Mapping(_Code.CANCELLED, 499, "cancelled", True),
+    ErrorKind.INTERNAL: Mapping(_Code.INTERNAL, 500, _SERVER, False),
+}
+
+
+class EpdError(Exception):
+    """A request failed for a reason that its sender can be told.
+
+    `param` names the field at fault as the client wrote it, e.g.
+    ``messages[1].content[0]``. `retry_after_s` becomes Retry-After / RetryInfo.
+    """
+
+    def __init__(
+        self,
+        kind: ErrorKind,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def mapping(self) -> Mapping:
+        return TABLE[self.kind]
+
+    def openai_body(self) -> dict[str, dict[str, str | None]]:
+        """The JSON body that OpenAI's clients turn into an exception."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.mapping.openai_type,
+                "param": self.param,
+                "code": str(self.kind),
+            }
+        }
+
+
+def invalid(message: str, param: str | None = None) -> EpdError:
+    """Shorthand for the commonest user fault."""
+    return EpdError(ErrorKind.INVALID_REQUEST, message, param=param)
