@@ -9,6 +9,7 @@ import math
 import random
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -107,7 +108,7 @@ class PlacedNumber:
         """(digit, left, right) in pixels."""
         length = _font(self.font_size * SUPERSAMPLING).getlength
         edges = [self.x + length(self.text[:i]) / SUPERSAMPLING for i in range(len(self.text) + 1)]
-        return list(zip(self.text, edges, edges[1:], strict=True))
+        return [(d, a, b) for d, (a, b) in zip(self.text, pairwise(edges), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
