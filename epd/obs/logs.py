@@ -1,0 +1,100 @@
+"""Structured logs: every line of a request carries its id.
+
+`bind` sets the id for the current task (and the tasks it starts); any logger
+below writes it. Text for terminals, one JSON object a line for collectors.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import orjson
+
+from epd.config import LogConfig
+
+_request: ContextVar[str] = ContextVar("epd_request", default="")
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def request_id() -> str:
+    """Id of the request that this task works on; empty outside of one."""
+    return _request.get()
+
+
+@contextmanager
+def bind(request: str) -> Iterator[None]:
+    """Lines logged inside belong to `request`."""
+    token = _request.set(request)
+    try:
+        yield
+    finally:
+        _request.reset(token)
+
+
+def setup(config: LogConfig, stage: str) -> None:
+    """Send all logs of this process to stderr (stdout is for READY lines).
+
+    Fields given by ``logger.info(..., extra={...})`` are written after the message.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json(stage) if config.format == "json" else _Text(stage))
+    handler.addFilter(_add_request)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(config.level.upper())
+
+
+def _add_request(record: logging.LogRecord) -> bool:
+    if not hasattr(record, "request"):
+        record.request = _request.get()
+    return True
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    hidden = _STANDARD | {"request"}
+    return {key: value for key, value in vars(record).items() if key not in hidden}
+
+
+class _Json(logging.Formatter):
+    def __init__(self, stage: str) -> None:
+        super().__init__()
+        self._stage = stage
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": record.created,
+            "level": record.levelname.lower(),
+            "stage": self._stage,
+            "logger": record.name,
+            "request": getattr(record, "request", ""),
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line, default=str).decode()
+
+
+class _Text(logging.Formatter):
+    def __init__(self, stage: str) -> None:
+        super().__init__()
+        self._stage = stage
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        request = getattr(record, "request", "")
+        parts = [
+            f"{clock}.{int(record.msecs):03d} {record.levelname[0]} {self._stage}",
+            *([f"[{request}]"] if request else []),
+            record.getMessage(),
+            *(f"{key}={value}" for key, value in _fields(record).items()),
+        ]
+        text = " ".join(parts)
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        return text

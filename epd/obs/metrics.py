@@ -1,0 +1,61 @@
+"""Every metric of the system, so that a name is written once.
+
+All are prometheus objects in one registry of this process; a `stage` label
+tells colocated stages apart. Gauges that mirror a worker's state are set when
+they are scraped (`epd.obs.http`), not at every change.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+REGISTRY = CollectorRegistry()
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def _counter(name: str, text: str, *labels: str) -> Counter:
+    return Counter(name, text, labels, registry=REGISTRY)
+
+
+def _gauge(name: str, text: str, *labels: str) -> Gauge:
+    return Gauge(name, text, labels, registry=REGISTRY)
+
+
+def _histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...]) -> Histogram:
+    return Histogram(name, text, labels, registry=REGISTRY, buckets=buckets)
+
+
+REQUESTS = _counter("epd_requests", "Streams ended, by outcome", "stage", "outcome")
+ERRORS = _counter("epd_errors", "Typed errors sent, by kind", "stage", "kind")
+PHASE_SECONDS = _histogram(
+    "epd_phase_seconds", "Time of one request in a phase", "stage", "phase", buckets=_SECONDS
+)
+
+STEPS = _counter("epd_steps", "Forward passes done", "stage")
+STEP_SECONDS = _histogram("epd_step_seconds", "Time of one step", "stage", buckets=_SECONDS)
+STEP_SIZE = _histogram(
+    "epd_step_size", "Work in one step: images, or tokens", "stage", buckets=_SIZES
+)
+STEP_FAILURES = _counter("epd_step_failures", "Steps that raised", "stage")
+PREEMPTIONS = _counter("epd_preemptions", "Sequences pushed out for want of blocks", "stage")
+TOKENS = _counter("epd_tokens", "Tokens computed (prefill) or generated (decode)", "stage")
+IMAGES = _counter("epd_images", "Images encoded", "stage")
+
+TRANSFER_BYTES = _counter(
+    "epd_transfer_bytes", "Bytes through the transfer engine", "kind", "direction"
+)
+TRANSFER_SECONDS = _histogram(
+    "epd_transfer_seconds", "Time of one read, all its pieces", "kind", buckets=_SECONDS
+)
+TRANSFER_FAILURES = _counter("epd_transfer_failures", "Reads that failed, by reason", "reason")
+
+STATE = _gauge(
+    "epd_state",
+    "Live counts of a worker: streams, waiting, running, kv_blocks_used, arena_bytes_used, "
+    "leases_open, quarantined_bytes, reads_parked, tasks ...",
+    "stage",
+    "what",
+)
+SERVING = _gauge("epd_serving", "1 while health says SERVING", "stage")
+MEMBERSHIPS = _gauge("epd_memberships", "Gateways that this worker is registered at", "stage")

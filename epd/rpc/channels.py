@@ -1,0 +1,52 @@
+"""Channel and server options: limits and keepalive, in one place for both sides."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+from epd.config import RpcConfig
+
+Options = list[tuple[str, int]]
+
+
+def _keepalive(config: RpcConfig) -> Options:
+    period = int(config.keepalive_s * 1000)
+    return [
+        ("grpc.keepalive_time_ms", period),
+        ("grpc.keepalive_timeout_ms", period // 2),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def client_options(config: RpcConfig) -> Options:
+    """Options of a channel to a worker or gateway."""
+    return [
+        *_keepalive(config),
+        ("grpc.max_send_message_length", config.encode_bytes),
+        ("grpc.max_receive_message_length", config.control_bytes),
+        # A worker that comes back on its address is dialled within a second.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        # Each worker's connection is its own: one hung peer holds up no other.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def server_options(config: RpcConfig, max_message_bytes: int) -> Options:
+    """Options of a server that accepts messages of at most `max_message_bytes`."""
+    return [
+        *_keepalive(config),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(config.keepalive_s * 500)),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", int(config.keepalive_s * 500)),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", config.control_bytes),
+        # Two workers must never share a port in silence.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def dial(address: str, config: RpcConfig) -> grpc.aio.Channel:
+    """A plain channel to "host:port". The caller closes it."""
+    return grpc.aio.insecure_channel(address, options=client_options(config))

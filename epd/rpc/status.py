@@ -1,0 +1,89 @@
+"""EpdError <-> gRPC status, with google.rpc details.
+
+On the wire an error is code + message + ErrorInfo{reason = kind, domain =
+"epd", metadata{param}} and, where a retry makes sense, RetryInfo. What is not
+an EpdError is ours: INTERNAL, without its text (it may hold a prompt).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from epd.errors import EpdError, ErrorKind
+
+DOMAIN = "epd"
+_DETAILS_KEY = "grpc-status-details-bin"
+_MAX_MESSAGE = 2000
+Metadata = Sequence[tuple[str, str | bytes]]
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_FROM_CODE: dict[grpc.StatusCode, ErrorKind] = {
+    grpc.StatusCode.INVALID_ARGUMENT: ErrorKind.INVALID_REQUEST,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorKind.OVERLOADED,
+    grpc.StatusCode.UNAVAILABLE: ErrorKind.STAGE_UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED: ErrorKind.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED: ErrorKind.CANCELLED,
+}
+
+
+def to_status(error: EpdError) -> tuple[grpc.StatusCode, str, Metadata]:
+    """Code, message and trailing metadata for `context.abort`."""
+    code = error.mapping.grpc_code
+    message = error.message[:_MAX_MESSAGE]
+    info = error_details_pb2.ErrorInfo(reason=str(error.kind), domain=DOMAIN)
+    if error.param:
+        info.metadata["param"] = error.param
+    status = status_pb2.Status(code=code.value[0], message=message)
+    status.details.add().Pack(info)
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return code, message, ((_DETAILS_KEY, status.SerializeToString()),)
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> EpdError:
+    """What a failed call means to its caller.
+
+    Without our details (a dead peer, a proxy) the code decides; a code that we
+    never send is INTERNAL.
+    """
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            found = _from_details(value)
+            if found is not None:
+                return found
+    kind = _FROM_CODE.get(error.code(), ErrorKind.INTERNAL)
+    return EpdError(kind, error.details() or error.code().name)
+
+
+def _from_details(raw: bytes) -> EpdError | None:
+    status = status_pb2.Status()
+    try:
+        status.ParseFromString(raw)
+    except ValueError:  # protobuf's DecodeError: a peer that isn't ours
+        return None
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    found, delay = False, None
+    for detail in status.details:
+        if detail.Unpack(info):
+            found = info.domain == DOMAIN and info.reason in set(ErrorKind)
+        elif detail.Unpack(retry):
+            delay = retry.retry_delay.ToNanoseconds() / 1e9
+    if not found:
+        return None
+    return EpdError(
+        ErrorKind(info.reason),
+        status.message,
+        param=info.metadata.get("param"),
+        retry_after_s=delay,
+    )
+
+
+def internal(request: str) -> EpdError:
+    """What the sender is told of a fault of ours: where to find it, not its text."""
+    return EpdError(ErrorKind.INTERNAL, f"internal error; see the log of request {request or '?'}")
