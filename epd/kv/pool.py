@@ -1,0 +1,80 @@
+"""The memory of a worker's KV cache: one buffer, registered once.
+
+The pool owns its memory for as long as it lives and never moves it; the transfer
+engine registers `address(0)` .. `+ nbytes`. Which block belongs to whom is
+`epd.kv.blocks`' business.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epd.kv.layout import KvLayout, LayerShape
+
+PAGE_BYTES = 4096
+
+
+class KvPool:
+    """`num_blocks` blocks of `layout` on `device`.
+
+    CPU memory is page-aligned and written once here, so that the process's resident
+    size is what it will be under load and no first request pays for page faults.
+    Zeros, too: bytes that were never written are finite numbers.
+    """
+
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, device: str | torch.device = "cpu"
+    ) -> None:
+        assert num_blocks > 0
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.device = torch.device(device)
+        self.nbytes = num_blocks * layout.block_bytes
+        self._memory = torch.zeros(self.nbytes + PAGE_BYTES, dtype=torch.uint8, device=self.device)
+        start = -self._memory.data_ptr() % PAGE_BYTES
+        self.bytes = self._memory[start : start + self.nbytes].view(num_blocks, layout.block_bytes)
+        """[num_blocks, block_bytes] uint8, contiguous."""
+        self.bytes.fill_(0)  # zeros() may map untouched pages; this touches them
+        self._elements = self.bytes.view(-1).view(getattr(torch, layout.dtype))
+        self._k = [self._view(layout.k_offset(i), s.heads, s.k_dim) for i, s in self._layers]
+        self._v = [self._view(layout.v_offset(i), s.heads, s.v_dim) for i, s in self._layers]
+
+    @property
+    def _layers(self) -> list[tuple[int, LayerShape]]:
+        return list(enumerate(self.layout.layers))
+
+    def _view(self, offset: int, heads: int, dim: int) -> Tensor:
+        tokens = self.layout.block_tokens
+        size = (self.num_blocks, tokens, heads, dim)
+        stride = (self.layout.block_elements, heads * dim, dim, 1)
+        return self._elements.as_strided(size, stride, self._elements.storage_offset() + offset)
+
+    def k(self, layer: int) -> Tensor:
+        """Keys, [num_blocks, block_tokens, heads, k_dim]; a view, strided by block."""
+        return self._k[layer]
+
+    def v(self, layer: int) -> Tensor:
+        """Values, [num_blocks, block_tokens, heads, v_dim]; a view, strided by block."""
+        return self._v[layer]
+
+    def address(self, block: int) -> int:
+        """Where the block starts, for transfer descriptors."""
+        assert 0 <= block < self.num_blocks
+        return self.bytes.data_ptr() + block * self.layout.block_bytes
+
+    def block_bytes_view(self, block: int) -> Tensor:
+        """The block's own bytes, [block_bytes] uint8; a view."""
+        assert 0 <= block < self.num_blocks
+        return self.bytes[block]
+
+    def zero_tail(self, block: int, from_token: int) -> None:
+        """Clear the places from `from_token` on, in every layer.
+
+        A sealed last block then has the same bytes, and the same checksum, whatever
+        was in it before.
+        """
+        assert 0 <= from_token <= self.layout.block_tokens
+        for keys, values in zip(self._k, self._v, strict=True):
+            keys[block, from_token:] = 0
+            values[block, from_token:] = 0
