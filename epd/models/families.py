@@ -1,0 +1,86 @@
+"""What differs between model families and can't be asked of the model itself.
+
+Everything else is generic. A family is served once it is in `PROVEN`: its
+tokens and logits were compared with transformers' own `generate()`. A family
+that can't work, or was not compared, is refused at load with the reason, since
+a wrong answer would look like a right one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+PROVEN = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision", "idefics3", "smolvlm"})
+"""`model_type` of the families with parity tests."""
+
+LONE_IMAGE_IS_TILED = frozenset({"llava_onevision"})
+"""Tiles an image only when it is the single one of its request (`need_patching =
+[n == 1 for n in batch_num_images ...]` in its image processor and model), so that
+the same picture has other rows beside a second picture."""
+
+_REFUSED = {
+    "mllama": "its images enter through cross-attention, which the paged cache does not hold",
+    "paligemma": "its whole prompt attends in both directions, which chunked prefill breaks",
+    "paligemma2": "its whole prompt attends in both directions, which chunked prefill breaks",
+    "gemma3": "its image tokens attend in both directions, which chunked prefill breaks",
+    "gemma4": "its image tokens attend in both directions, which chunked prefill breaks",
+}
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+def image_key(family: str, images_in_request: int) -> int:
+    """What of the number of images a picture's rows depend on; equal keys, equal rows.
+
+    0 where the number does not matter; else 1 for a lone image and 2 for several.
+    """
+    if family not in LONE_IMAGE_IS_TILED:
+        return 0
+    return 1 if images_in_request <= 1 else 2
+
+
+def refusal(config: Any, model_class: Any) -> str | None:
+    """Why this model can't be served, or None.
+
+    `config` is a transformers `PretrainedConfig`; `model_class` its image-text-to-text
+    class, or None where transformers has none.
+    """
+    family = config.model_type
+    if family in _REFUSED:
+        return _REFUSED[family]
+    if model_class is None:
+        return "transformers has no image-text-to-text model for it"
+    return _structural(config, model_class) or _unproven(family)
+
+
+def _structural(config: Any, model_class: Any) -> str | None:
+    import inspect
+
+    text = config.get_text_config()
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder model"
+    if not model_class._supports_attention_backend:
+        return "its attention can't be replaced by the paged one"
+    if "mm_encoder_outputs" not in inspect.signature(model_class.forward).parameters:
+        return "it does not take image embeddings made elsewhere"
+    others = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        return f"it has {', '.join(sorted(others))} layers; only attention has a paged cache"
+    rope = _rope_types(getattr(text, "rope_parameters", None))
+    if bad := rope & _BATCH_DEPENDENT_ROPE:
+        return f"its {min(bad)} RoPE depends on the longest sequence of the batch"
+    return None
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """RoPE types of all layers; the parameters are one dict, or one for each layer type."""
+    if not isinstance(parameters, dict):
+        return set()
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(p["rope_type"]) for p in [parameters, *nested] if "rope_type" in p}
+
+
+def _unproven(family: str) -> str | None:
+    if family in PROVEN:
+        return None
+    return f"it was not compared with transformers yet; compared: {', '.join(sorted(PROVEN))}"

@@ -1,0 +1,27 @@
+"""Fixtures that several kinds of tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+TinyCheckpoint = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    """``tiny_checkpoint(family, dtype="float32", seed=0)``: folder, built once a session."""
+    built: dict[tuple[str, str, int], Path] = {}
+
+    def get(family: str, dtype: str = "float32", seed: int = 0) -> Path:
+        from tests.tiny import build
+
+        key = (family, dtype, seed)
+        if key not in built:
+            folder = tmp_path_factory.mktemp("checkpoints") / f"{family}-{dtype}-{seed}"
+            built[key] = build(family, folder, dtype, seed)
+        return built[key]
+
+    return get
