@@ -132,6 +132,20 @@ class WorkerConfig(_Section):
     """Prometheus port of a worker; 0: any free one, -1: none."""
 
 
+class ServeConfig(_Section):
+    """`epd serve` only: how many processes of each stage, and how they are kept up."""
+
+    encode: int = Field(1, ge=0)
+    prefill: int = Field(1, ge=1)
+    decode: int = Field(1, ge=1)
+    start_timeout_s: float = Field(180.0, gt=0)
+    """A process that isn't ready after this long has failed to start."""
+    restart: bool = True
+    """Start a process again that died."""
+    backoff_s: float = Field(0.5, gt=0)
+    """Wait before the first restart; doubles up to 30 s, until it has run for a minute."""
+
+
 class LogConfig(_Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"
@@ -156,6 +170,7 @@ class Config(_Section):
     gateway: GatewayConfig = GatewayConfig()
     worker: WorkerConfig = WorkerConfig()
     rpc: RpcConfig = RpcConfig()
+    serve: ServeConfig = ServeConfig()
     log: LogConfig = LogConfig()
 
 

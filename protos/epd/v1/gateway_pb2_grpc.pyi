@@ -38,6 +38,7 @@ class GatewayStub:
     Chat: _grpc.UnaryStreamMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatEvent]
     """One answer, as it is generated. The call's deadline is the request's."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]
+    """What this gateway serves."""
 
 @_typing.type_check_only
 class GatewayAsyncStub(GatewayStub):
@@ -49,6 +50,7 @@ class GatewayAsyncStub(GatewayStub):
     Chat: _aio.UnaryStreamMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatEvent]  # type: ignore[assignment]
     """One answer, as it is generated. The call's deadline is the request's."""
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]  # type: ignore[assignment]
+    """What this gateway serves."""
 
 class GatewayServicer(metaclass=_abc_1.ABCMeta):
     """The public API for clients of vision-language models; the HTTP API beside it
@@ -68,6 +70,7 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _gateway_pb2.ListModelsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_gateway_pb2.ListModelsResponse, _abc.Awaitable[_gateway_pb2.ListModelsResponse]]: ...
+    ) -> _typing.Union[_gateway_pb2.ListModelsResponse, _abc.Awaitable[_gateway_pb2.ListModelsResponse]]:
+        """What this gateway serves."""
 
 def add_GatewayServicer_to_server(servicer: GatewayServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,71 @@
+# Everything a person or CI runs. `make demo` and `make test` work from the first line
+# on a fresh machine with Python 3.11 or newer and make.
+
+# The first interpreter that is new enough.
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV   ?= .venv
+# Installed first, alone: an unpinned torch would bring gigabytes of CUDA libraries.
+# The default takes a CPU build where pip finds one; on other machines point pip at
+# PyTorch's CPU index (PIP_EXTRA_INDEX_URL) or name another version here.
+TORCH  ?= torch==2.13.0
+# cpu, cuda or cuda13: the Mooncake wheel. Exactly one.
+EXTRA  ?= cpu
+PYTEST_ARGS ?=
+
+BIN   := $(VENV)/bin
+READY := $(VENV)/.epd-ready
+PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --retries 5
+# Tests share the machine's cores between many processes: one thread each.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-unit test-parity test-e2e check format protos parity clean
+
+help: ## show this help
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(READY) ## virtual environment with everything, and the system libraries of Mooncake
+
+$(READY): pyproject.toml constraints.txt deploy/system_libraries.sh
+	@test -n "$(PYTHON)" || { echo "make setup: no Python 3.11 or newer found; install one, or say PYTHON=/path/to/python3" >&2; exit 1; }
+	bash deploy/system_libraries.sh
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt "$(TORCH)"
+	$(PIP) install -q -c constraints.txt -e ".[$(EXTRA),dev]"
+	$(BIN)/epd doctor
+	@touch $@
+
+demo: $(READY) ## start all services, ask about a picture, show the answer and where the time went
+	$(BIN)/python -m bench.demo
+
+test: test-unit test-parity test-e2e ## all tests: unit, then parity, then end to end
+
+test-unit: $(READY) ## fast tests, no processes
+	$(BIN)/python -m pytest -q tests/unit $(PYTEST_ARGS)
+
+test-parity: $(READY) ## numbers against transformers
+	$(BIN)/python -m pytest -q tests/parity $(PYTEST_ARGS)
+
+test-e2e: $(READY) ## real processes over Mooncake
+	$(BIN)/python -m pytest -q tests/e2e $(PYTEST_ARGS)
+
+parity: test-parity ## same as test-parity
+
+check: $(READY) ## formatting, lint, types, import contracts, protos
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/python -m deploy.protos --check
+
+format: $(READY) ## let ruff format and fix what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+protos: $(READY) ## regenerate the committed stubs
+	$(BIN)/python -m deploy.protos
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""What it takes to build and run the project on a machine."""

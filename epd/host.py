@@ -1,0 +1,80 @@
+"""Composition root of one stage process: environment, imports, event loop, exit code.
+
+The only module that imports stages. Their imports are inside functions, since they bring
+torch and transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from types import FrameType
+from typing import Any
+
+from epd.config import Config
+from epd.errors import EpdError
+from epd.lifetime import die_with_expected_parent
+
+GATEWAY = "gateway"
+STAGES = ("encode", "prefill", "decode")
+ROLES = (GATEWAY, *STAGES)
+
+Serve = Callable[[Config], Coroutine[Any, Any, None]]
+
+
+def run_stage(role: str, config: Config) -> int:
+    """Serve one stage (or the gateway) until SIGTERM or Ctrl-C; returns the exit code.
+
+    A reason for not starting is one line on stderr and exit code 1. Only an exception that
+    nobody foresaw shows a traceback.
+    """
+    die_with_expected_parent()
+    _prepare_environment(config.model.threads)
+    signal.signal(signal.SIGINT, _on_interrupt)
+    try:
+        serve = _serve_of(role)
+        asyncio.run(serve(config))
+    except EpdError as error:
+        return _failed(role, error.message)
+    except (OSError, ImportError) as error:
+        return _failed(role, f"{type(error).__name__}: {error}")
+    return 0
+
+
+def _serve_of(role: str) -> Serve:
+    if role == "encode":
+        from encode.main import serve
+    elif role == "prefill":
+        from prefill.main import serve
+    elif role == "decode":
+        from decode.main import serve
+    elif role == GATEWAY:
+        from gateway.main import serve
+    else:
+        raise AssertionError(f"no such role: {role}")
+    return serve
+
+
+def _prepare_environment(threads: int) -> None:
+    """Set what torch, OpenMP and tokenizers read once, when they are first imported."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(threads)
+    # Stages share the cores: a waiting OpenMP thread must not spin on one.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # A checkpoint is a folder; nothing is ever looked up on a hub.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C drains, as SIGTERM does; a second one ends the process at once."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _failed(role: str, reason: str) -> int:
+    print(f"epd {role}: {' '.join(reason.split())}", file=sys.stderr, flush=True)
+    return 1
