@@ -79,7 +79,7 @@ def _corpus() -> Iterator[str]:
         shapes = random_shapes_scene(rng)
         pair = (random_shapes_scene(rng, FEW_COUNTS), random_shapes_scene(rng, FEW_COUNTS))
         questions = about_shapes(shapes, rng) + about_pair(*pair, rng)
-        questions += about_number(random_number_scene(rng), rng) + [without_picture(rng)]
+        questions += [*about_number(random_number_scene(rng), rng), without_picture(rng)]
         for question in questions:
             yield question.text
             yield question.answer

@@ -40,7 +40,7 @@ _COLOUR = {name: i for i, name in enumerate(ALL_COLOURS)}
 
 
 def patchify(image: Image.Image) -> tuple[npt.NDArray[np.float32], int, int]:
-    """(patches, grid height, grid width), equal to Qwen2VLImageProcessorPil and several times faster."""
+    """(patches, grid rows, grid columns), as Qwen2VLImageProcessorPil makes them, but faster."""
     width, height = _fitting_size(*image.size)
     if (width, height) != image.size:
         image = image.resize((width, height), Image.Resampling.BICUBIC)
