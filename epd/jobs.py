@@ -99,6 +99,8 @@ class DecodeJob:
     sampling: SamplingParams
     position_delta: int
     salt: bytes = b""
+    arrival_ms: int = 0
+    """When the gateway received the request (Unix time); 0: now. Who is youngest."""
 
 
 @dataclass(frozen=True, slots=True)

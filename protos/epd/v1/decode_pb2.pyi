@@ -74,6 +74,7 @@ class DecodeJob(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
     POSITION_DELTA_FIELD_NUMBER: _builtins.int
+    ARRIVAL_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     fingerprint: _builtins.str
@@ -81,6 +82,11 @@ class DecodeJob(_message.Message):
     prompt_length: _builtins.int
     salt: _builtins.bytes
     position_delta: _builtins.int
+    arrival_ms: _builtins.int
+    """When the gateway received the request (Unix time). Where blocks run out the
+    youngest gives way, and a request that gave way keeps its age when it comes
+    again, so that it can't starve. 0: now.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All ids whose KV prefill makes (prompt, and after a failover generated ids):
@@ -106,10 +112,11 @@ class DecodeJob(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         salt: _builtins.bytes = ...,
         position_delta: _builtins.int = ...,
+        arrival_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fingerprint", b"fingerprint", "items", b"items", "nonce", b"nonce", "position_delta", b"position_delta", "prompt_length", b"prompt_length", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_ms", b"arrival_ms", "attempt", b"attempt", "fingerprint", b"fingerprint", "items", b"items", "nonce", b"nonce", "position_delta", b"position_delta", "prompt_length", b"prompt_length", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

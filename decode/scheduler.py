@@ -1,0 +1,241 @@
+"""Which sequences make a token in the next forward. Pure: no torch, gRPC, clock.
+
+    admit -> JOINED --announced--> WAITING --reserve--> LOADING --start--> RUNNING --finish--> gone
+                                                           |                  |
+                                                           +---- preempt -----+--> gone, retried
+
+Invariants
+    reservation     blocks of the whole prompt and one more, all or nothing, in the
+                    order of `announced`
+    fits alone      a request's largest KV fits an empty pool (checked by `admit`)
+    growth          one block at a time; when none is free the youngest holder leaves,
+                    so the oldest always goes on
+    a running step  never loses a block: what leaves during it is freed by `complete`
+    reads           blocks that reads still write into are freed by `release` only
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from epd.errors import EpdError, ErrorKind
+from epd.kv.blocks import BlockAllocator
+
+
+class _State(Enum):
+    JOINED = auto()
+    WAITING = auto()
+    LOADING = auto()
+    RUNNING = auto()
+    LEAVING = auto()  # preempted while loading: waits for its reads to end
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One sequence in a step: it feeds one token and writes KV at `kv_len - 1`."""
+
+    key: int
+    kv_len: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to run, and who lost its place to make room."""
+
+    slots: tuple[Slot, ...]
+    preempted: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Sequence:
+    key: int
+    age: tuple[float, int]  # first arrival, then key: smaller is older
+    kv_tokens: int
+    most_blocks: int
+    state: _State = _State.JOINED
+    blocks: list[int] = field(default_factory=list)
+    gone: bool = False  # left during the running step
+
+
+class Scheduler:
+    """Keys are the worker's own numbers, unique over its life."""
+
+    def __init__(
+        self,
+        blocks: BlockAllocator,
+        block_tokens: int,
+        max_running: int,
+        max_queue: int,
+    ) -> None:
+        self._blocks = blocks
+        self._block_tokens = block_tokens
+        self._max_running = max_running
+        self._max_queue = max_queue
+        self._all: dict[int, _Sequence] = {}
+        self._queue: deque[_Sequence] = deque()  # WAITING, in order of `announced`
+        self._in_step: dict[int, _Sequence] = {}
+
+    def _count(self, *states: _State) -> int:
+        return sum(s.state in states for s in self._all.values())
+
+    @property
+    def waiting(self) -> int:
+        return self._count(_State.JOINED, _State.WAITING)
+
+    @property
+    def running(self) -> int:
+        return self._count(_State.LOADING, _State.RUNNING, _State.LEAVING)
+
+    @property
+    def runnable(self) -> bool:
+        """Whether a step could do something now (one that runs already included)."""
+        return self._count(_State.RUNNING) > 0
+
+    def admit(self, key: int, kv_tokens: int, most_tokens: int, arrival: float) -> None:
+        """A request joins: `kv_tokens` come from prefill, `most_tokens` is all the KV
+        that it can ever need. `arrival` decides who is youngest; a request that was
+        preempted keeps its first one.
+
+        Raises:
+            EpdError: CONTEXT_LENGTH_EXCEEDED if it can't fit even an empty pool,
+                OVERLOADED when the queue is full.
+        """
+        most = self._blocks_for(max(most_tokens, kv_tokens))
+        if most > self._blocks.num_blocks:
+            pool = self._blocks.num_blocks * self._block_tokens
+            raise EpdError(
+                ErrorKind.CONTEXT_LENGTH_EXCEEDED,
+                f"prompt and output may take {most_tokens} tokens, decode holds {pool}",
+                param="max_tokens",
+            )
+        if self.waiting >= self._max_queue:
+            raise EpdError(
+                ErrorKind.OVERLOADED,
+                f"{self._max_queue} requests are waiting already",
+                retry_after_s=1.0,
+            )
+        self._all[key] = _Sequence(key, (arrival, key), kv_tokens, most)
+
+    def announced(self, key: int) -> None:
+        """Its first blocks can be read: it may reserve from now on."""
+        sequence = self._all.get(key)
+        if sequence is not None and sequence.state is _State.JOINED:
+            sequence.state = _State.WAITING
+            self._queue.append(sequence)
+
+    def reserve(self) -> list[int]:
+        """Give WAITING requests their blocks, first come first served.
+
+        Keeps one free block for each running sequence, so that a newcomer is not
+        preempted at once. Returns the keys that may read now.
+        """
+        admitted: list[int] = []
+        while self._queue and self.running < self._max_running:
+            head = self._queue[0]
+            need = min(self._blocks_for(head.kv_tokens) + 1, head.most_blocks)
+            if not self._take(head, need, self._count(_State.RUNNING)):
+                break
+            self._queue.popleft()
+            head.state = _State.LOADING
+            admitted.append(head.key)
+        return admitted
+
+    def blocks(self, key: int) -> Sequence[int]:
+        """Block table of a request that holds blocks."""
+        return tuple(self._all[key].blocks)
+
+    def start(self, key: int) -> None:
+        """All its KV is here and the first token is known. Ignored once preempted."""
+        sequence = self._all.get(key)
+        if sequence is not None and sequence.state is _State.LOADING:
+            sequence.state = _State.RUNNING
+
+    def next_batch(self) -> Step:
+        """Slots of the next forward, oldest first; nothing while a step runs."""
+        if self._in_step:
+            return Step((), ())
+        preempted: list[int] = []
+        slots: list[Slot] = []
+        for sequence in self._by_age(_State.RUNNING):
+            if sequence.state is _State.RUNNING and self._grow(sequence, preempted):
+                kv_len = sequence.kv_tokens + 1
+                slots.append(Slot(sequence.key, kv_len, tuple(sequence.blocks)))
+                self._in_step[sequence.key] = sequence
+        return Step(tuple(slots), tuple(preempted))
+
+    def complete(self) -> None:
+        """The running step is done: its sequences have one more token of KV."""
+        for sequence in self._in_step.values():
+            sequence.kv_tokens += 1
+            if sequence.gone:
+                self._release(sequence)
+        self._in_step.clear()
+
+    def finish(self, key: int) -> None:
+        """The request leaves; its blocks are free now, or when the running step is
+        done. No read may be under way into them (see `release`)."""
+        sequence = self._all.pop(key, None)
+        if sequence is None:
+            return
+        if sequence in self._queue:
+            self._queue.remove(sequence)
+        if key in self._in_step:
+            sequence.gone = True
+        else:
+            self._release(sequence)
+
+    abort = finish
+    """Same as `finish`; the caller has drained the reads."""
+
+    release = finish
+    """For a sequence that was preempted while loading, after its reads ended."""
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_tokens)
+
+    def _by_age(self, *states: _State) -> list[_Sequence]:
+        return sorted((s for s in self._all.values() if s.state in states), key=lambda s: s.age)
+
+    def _take(self, sequence: _Sequence, count: int, spare: int = 0) -> bool:
+        """Allocate `count` blocks if `spare` more are free too."""
+        if self._blocks.free_count < count + spare:
+            return False
+        sequence.blocks += self._blocks.allocate(count)
+        return True
+
+    def _grow(self, sequence: _Sequence, preempted: list[int]) -> bool:
+        """Whether the sequence has a place for its next token; makes one if it must."""
+        while len(sequence.blocks) * self._block_tokens <= sequence.kv_tokens:
+            if self._take(sequence, 1):
+                continue
+            if self._count(_State.LEAVING):
+                return False  # blocks are on their way
+            victim = self._by_age(_State.LOADING, _State.RUNNING)[-1]
+            self._preempt(victim, preempted)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, victim: _Sequence, preempted: list[int]) -> None:
+        preempted.append(victim.key)
+        if victim.state is _State.LOADING:
+            victim.state = _State.LEAVING
+        else:
+            del self._all[victim.key]
+            self._release(victim)
+
+    def _release(self, sequence: _Sequence) -> None:
+        blocks, sequence.blocks = sequence.blocks, []
+        if blocks:
+            self._blocks.free(blocks)
+
+    def check_integrity(self) -> None:
+        held = [b for s in {**self._in_step, **self._all}.values() for b in s.blocks]
+        assert len(set(held)) == len(held), "two sequences hold one block"
+        assert all(s.state is _State.WAITING for s in self._queue)
+        for sequence in self._by_age(_State.JOINED, _State.WAITING):
+            assert not sequence.blocks

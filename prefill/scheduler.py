@@ -1,0 +1,191 @@
+"""Which tokens run in the next forward. Pure: no torch, no gRPC, no clock.
+
+    admit -> WAITING --reserve--> RUNNING --(next_batch, complete)*--> computed == total
+                 \\____________________\\________ abort ___________________/
+
+Invariants
+    reservations    all or nothing, in order of arrival: nobody overtakes the first
+    images          no chunk holds a placeholder of an image that is not ready
+    budget          a batch holds at most `step_tokens`, a request's part `chunk_tokens`;
+                    only an atomic span may exceed them, alone in its batch
+    fairness        who was served goes to the back: every runnable request runs
+                    within as many steps as there are requests
+    one step        a request is in one running step at most
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from epd.errors import EpdError, ErrorKind
+
+
+@dataclass(frozen=True, slots=True)
+class ItemSpan:
+    """Where the placeholders of one image are: token positions, ascending."""
+
+    index: int
+    positions: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, end) of one request in one forward."""
+
+    key: int
+    start: int
+    end: int
+    last: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(slots=True)
+class _Request:
+    key: int
+    total: int
+    items: tuple[ItemSpan, ...]
+    atomic: tuple[tuple[int, int], ...]
+    computed: int = 0
+    ready: set[int] = field(default_factory=set)
+    in_step: bool = False
+
+    def limit(self) -> int:
+        """First position that can't be computed yet."""
+        blocked = [
+            span.positions[at]
+            for span in self.items
+            if span.index not in self.ready
+            and (at := bisect_left(span.positions, self.computed)) < len(span.positions)
+        ]
+        return min(blocked, default=self.total)
+
+    def end_of_chunk(self, budget: int, alone: bool) -> int:
+        """Where a chunk of at most `budget` tokens ends, without cutting an atomic span."""
+        limit = self.limit()
+        end = min(self.computed + budget, limit)
+        for first, stop in self.atomic:
+            if first < end < stop:
+                whole_fits = alone and first <= self.computed and stop <= limit
+                end = stop if whole_fits else max(first, self.computed)
+                break
+        return end
+
+
+class Scheduler:
+    """Keys are the worker's own numbers, unique over its life."""
+
+    def __init__(self, step_tokens: int, chunk_tokens: int, max_queue: int) -> None:
+        self._step_tokens = step_tokens
+        self._chunk_tokens = min(chunk_tokens, step_tokens)
+        self._max_queue = max_queue
+        self._waiting: deque[_Request] = deque()
+        self._running: dict[int, _Request] = {}  # front = longest without service
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def runnable(self) -> bool:
+        """Whether a step could do something now."""
+        return any(not r.in_step and r.limit() > r.computed for r in self._running.values())
+
+    def admit(
+        self,
+        key: int,
+        total: int,
+        items: Sequence[ItemSpan] = (),
+        atomic: Sequence[tuple[int, int]] = (),
+        computed: int = 0,
+    ) -> None:
+        """Queue a request of `total` tokens, of which `computed` are cached.
+
+        `atomic` are spans [first, stop) that one forward must hold whole
+        (bidirectional attention).
+
+        Raises:
+            EpdError: OVERLOADED when the queue is full.
+        """
+        if len(self._waiting) >= self._max_queue:
+            raise EpdError(
+                ErrorKind.OVERLOADED,
+                f"{len(self._waiting)} requests are waiting already",
+                retry_after_s=1.0,
+            )
+        assert 0 <= computed < total
+        request = _Request(key, total, tuple(items), tuple(atomic), computed)
+        self._waiting.append(request)
+
+    def reserve(self, try_reserve: Callable[[int], bool]) -> list[int]:
+        """Move requests from waiting to running, first come first served.
+
+        `try_reserve(key)` takes all memory of the request or nothing; the first
+        refusal ends the round. Returns the keys that are running now.
+        """
+        admitted: list[int] = []
+        while self._waiting and try_reserve(self._waiting[0].key):
+            request = self._waiting.popleft()
+            self._running[request.key] = request
+            admitted.append(request.key)
+        return admitted
+
+    def item_ready(self, key: int, index: int) -> None:
+        """The rows of one image are here. Ignored after an abort."""
+        request = self._running.get(key)
+        if request is not None:
+            request.ready.add(index)
+
+    def next_batch(self) -> list[Chunk]:
+        """Chunks of the next forward; empty when nothing can run."""
+        batch: list[Chunk] = []
+        budget = self._step_tokens
+        for request in list(self._running.values()):
+            if budget <= 0:
+                break
+            if request.in_step:
+                continue
+            end = request.end_of_chunk(min(budget, self._chunk_tokens), alone=not batch)
+            if end <= request.computed:
+                continue
+            last = end == request.total
+            batch.append(Chunk(request.key, request.computed, end, last))
+            budget -= end - request.computed
+            request.in_step = True
+        for chunk in batch:  # served: to the back
+            self._running[chunk.key] = self._running.pop(chunk.key)
+        return batch
+
+    def complete(self, chunk: Chunk) -> None:
+        """The chunk's step is done. A request that is done leaves; aborted ones left."""
+        request = self._running.get(chunk.key)
+        if request is None:
+            return
+        assert request.in_step and request.computed == chunk.start
+        request.in_step = False
+        request.computed = chunk.end
+        if chunk.last:
+            del self._running[chunk.key]
+
+    def abort(self, key: int) -> bool:
+        """Forget a request. True if a running step still uses its blocks."""
+        request = self._running.pop(key, None)
+        if request is None:
+            self._waiting = deque(r for r in self._waiting if r.key != key)
+            return False
+        return request.in_step
+
+    def check_integrity(self) -> None:
+        keys = [r.key for r in self._waiting]
+        assert len(set(keys)) == len(keys) and not set(keys) & self._running.keys()
+        for request in self._running.values():
+            assert request.computed <= request.limit()
