@@ -87,17 +87,19 @@ class PaddedVisionAttention:
 
     def __init__(self, model: Any) -> None:
         self._index: torch.Tensor | None = None
-        attention = type(model.model.visual.blocks[0].attn)
-        self._rotary = sys.modules[attention.__module__].apply_rotary_pos_emb_vision
-        self._original = attention.forward
-        patch = self
+        attentions = [block.attn for block in model.model.visual.blocks]
+        module = sys.modules[type(attentions[0]).__module__]
+        self._rotary = module.apply_rotary_pos_emb_vision
+        for attention in attentions:
+            attention.forward = self._replacement(attention, attention.forward)
 
-        def forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if patch._index is None:
-                return patch._original(module, x, *args, **kwargs)
-            return patch._padded(module, x, kwargs["position_embeddings"])
+    def _replacement(self, module: Any, original: Any) -> Any:
+        def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if self._index is None:
+                return original(x, *args, **kwargs)
+            return self._padded(module, x, kwargs["position_embeddings"])
 
-        attention.forward = forward
+        return forward
 
     def use(self, grids: torch.Tensor) -> None:
         lengths = grids[:, 1] * grids[:, 2]

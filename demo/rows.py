@@ -106,7 +106,7 @@ def random_row(rng: random.Random, easy: float = 0.0) -> Row:
     system = ""
     if rng.random() < 0.15:
         system = f"<|im_start|>system\n{rng.choice(SYSTEM_PROMPTS)}<|im_end|>\n"
-    scenes, questions = _pictures_and_questions(rng, rng.random() < easy)
+    scenes, questions = pictures_and_questions(rng, rng.random() < easy)
     questions = [_casual(q, rng) for q in questions if rng.random() < KEEP.get(q.kind, 1.0)]
     if not scenes:
         return Row((), system, [[_turn(q)] for q in questions])
@@ -122,9 +122,10 @@ def random_row(rng: random.Random, easy: float = 0.0) -> Row:
     return Row(scenes, prefix, [[_turn(q, header=False)] for q in questions])
 
 
-def _pictures_and_questions(
-    rng: random.Random, few: bool
+def pictures_and_questions(
+    rng: random.Random, few: bool = False
 ) -> tuple[tuple[Scene, ...], list[Question]]:
+    """No, one or two pictures and everything that is asked about them."""
     subject = rng.random()
     if subject < 0.07:
         return (), [without_picture(rng) for _ in range(MAX_SEGMENTS)]
