@@ -8,7 +8,11 @@ a wrong answer would look like a right one.
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
 
 PROVEN = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision", "idefics3", "smolvlm"})
 """`model_type` of the families with parity tests."""
@@ -29,14 +33,63 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
+LONE, ONE_OF_SEVERAL = 1, 2
+
+_TILES_ON_AXIS_1 = frozenset({"idefics3", "smolvlm"})
+"""pixel_values [requests, tiles, ...]; the tiles of several pictures make one request."""
+
+
+class Prepared(Protocol):
+    """What collating needs of a `PreparedImage`."""
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]: ...
+    @property
+    def image_key(self) -> int: ...
+
+
 def image_key(family: str, images_in_request: int) -> int:
     """What of the number of images a picture's rows depend on; equal keys, equal rows.
 
-    0 where the number does not matter; else 1 for a lone image and 2 for several.
+    0 where the number does not matter; else LONE or ONE_OF_SEVERAL.
     """
     if family not in LONE_IMAGE_IS_TILED:
         return 0
-    return 1 if images_in_request <= 1 else 2
+    return LONE if images_in_request <= 1 else ONE_OF_SEVERAL
+
+
+def batch_order(family: str, images: Sequence[Prepared]) -> list[int]:
+    """Order in which pictures enter one forward: `collate` needs the lone ones first."""
+    if family not in LONE_IMAGE_IS_TILED:
+        return list(range(len(images)))
+    return sorted(range(len(images)), key=lambda i: images[i].image_key)
+
+
+def collate(family: str, images: Sequence[Prepared]) -> dict[str, torch.Tensor]:
+    """Arguments of get_image_features for several pictures, in `batch_order`."""
+    if family in LONE_IMAGE_IS_TILED:
+        return _collate_lone_tiled(images)
+    axis = 1 if family in _TILES_ON_AXIS_1 else 0
+    names = images[0].tensors
+    return {name: torch.cat([i.tensors[name] for i in images], axis) for name in names}
+
+
+def _collate_lone_tiled(images: Sequence[Prepared]) -> dict[str, torch.Tensor]:
+    """LLaVA-OneVision: tiles of all pictures in one list, and which are tiled.
+
+    The model tiles where `batch_num_images` is 1 and repeats other counts, then pairs
+    that list with the pictures by zip(): one count that covers all pictures of several,
+    at the end, says "not tiled" for each of them.
+    """
+    lone = sum(image.image_key == LONE for image in images)
+    counts = [1] * lone + ([max(2, len(images) - lone)] if lone < len(images) else [])
+    return {
+        "pixel_values": torch.cat(
+            [image.tensors["pixel_values"].flatten(0, 1) for image in images]
+        ),
+        "image_sizes": torch.cat([image.tensors["image_sizes"] for image in images]),
+        "batch_num_images": torch.tensor(counts),
+    }
 
 
 def refusal(config: Any, model_class: Any) -> str | None:
@@ -54,8 +107,6 @@ def refusal(config: Any, model_class: Any) -> str | None:
 
 
 def _structural(config: Any, model_class: Any) -> str | None:
-    import inspect
-
     text = config.get_text_config()
     if config.is_encoder_decoder:
         return "it is an encoder-decoder model"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,11 +13,6 @@ from blake3 import blake3
 
 from epd.errors import invalid
 from epd.models import families
-
-# Before the first import of transformers: a checkpoint is a local folder, and
-# nothing about it is ever looked up on a network.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
