@@ -57,7 +57,8 @@ class Batcher:
             raise EpdError(
                 ErrorKind.OVERLOADED, f"{depth} images are waiting already", retry_after_s=1.0
             )
-        assert key not in self._waiting and key not in self._running
+        assert key not in self._waiting
+        assert key not in self._running
         self._waiting[key] = _Image(key)
         return depth
 

@@ -170,7 +170,8 @@ class Scheduler:
         request = self._running.get(chunk.key)
         if request is None:
             return
-        assert request.in_step and request.computed == chunk.start
+        assert request.in_step
+        assert request.computed == chunk.start
         request.in_step = False
         request.computed = chunk.end
         if chunk.last:
@@ -186,6 +187,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         keys = [r.key for r in self._waiting]
-        assert len(set(keys)) == len(keys) and not set(keys) & self._running.keys()
+        assert len(set(keys)) == len(keys)
+        assert not set(keys) & self._running.keys()
         for request in self._running.values():
             assert request.computed <= request.limit()

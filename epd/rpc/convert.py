@@ -116,7 +116,9 @@ def handle_to_proto(handle: Handle) -> pb.Handle:
             shape=handle.contract.shape,
             nonce=handle.contract.nonce,
         ),
-        spans=[pb.Span(address=s.address, length=s.length, checksum=s.checksum) for s in handle.spans],
+        spans=[
+            pb.Span(address=s.address, length=s.length, checksum=s.checksum) for s in handle.spans
+        ],
         read_deadline_ms=handle.read_deadline_ms,
     )
 
@@ -127,7 +129,9 @@ def handle_from_proto(message: pb.Handle, param: str) -> Handle:
     if not message.owner.session:
         raise invalid("no session", f"{param}.owner.session")
     if not 1 <= len(message.spans) <= _MAX_SPANS:
-        raise invalid(f"has {len(message.spans)} spans, must be 1 to {_MAX_SPANS}", f"{param}.spans")
+        raise invalid(
+            f"has {len(message.spans)} spans, must be 1 to {_MAX_SPANS}", f"{param}.spans"
+        )
     if len(message.contract.shape) > _MAX_DIMS:
         raise invalid("too many dimensions", f"{param}.contract.shape")
     owner, contract = message.owner, message.contract

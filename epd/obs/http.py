@@ -1,0 +1,86 @@
+"""GET /metrics (prometheus) and GET /debug/state (JSON) of a worker.
+
+A few lines of HTTP/1.0 instead of a web framework: two fixed answers, no input
+but the path, served on the loop that works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+
+import orjson
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from epd.errors import EpdError, ErrorKind
+from epd.obs import metrics
+
+State = Callable[[], Mapping[str, object]]
+_TIMEOUT_S = 5.0
+_MAX_LINE = 4096
+
+
+class ObservationServer:
+    """`state()` gives the worker's live counts; numbers among them become gauges."""
+
+    def __init__(self, stage: str, state: State) -> None:
+        self._stage = stage
+        self._state = state
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen; returns "host:port" with the real port.
+
+        Raises:
+            EpdError: the address is in use or not ours.
+        """
+        try:
+            self._server = await asyncio.start_server(self._serve, host, port, limit=_MAX_LINE)
+        except OSError as error:
+            raise EpdError(
+                ErrorKind.INVALID_REQUEST,
+                f"can't listen on {host}:{port}: {error.strerror}",
+                param="worker.metrics_port",
+            ) from error
+        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A scraper that goes away or sends nonsense concerns nobody else.
+        with contextlib.suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(_TIMEOUT_S):
+                line = await reader.readline()
+                while (await reader.readline()).strip():
+                    pass
+                writer.write(self._answer(line.decode("latin-1").split(" ")))
+                await writer.drain()
+        writer.close()
+
+    def _answer(self, request: list[str]) -> bytes:
+        path = request[1].split("?")[0] if len(request) > 1 and request[0] == "GET" else ""
+        if path == "/metrics":
+            self._set_gauges()
+            return _response("200 OK", CONTENT_TYPE_LATEST, generate_latest(metrics.REGISTRY))
+        if path == "/debug/state":
+            body = orjson.dumps(dict(self._state()), option=orjson.OPT_NON_STR_KEYS)
+            return _response("200 OK", "application/json", body)
+        return _response("404 Not Found", "text/plain", b"/metrics or /debug/state\n")
+
+    def _set_gauges(self) -> None:
+        for what, value in self._state().items():
+            if isinstance(value, (int, float)):
+                metrics.STATE.labels(self._stage, what).set(value)
+
+
+def _response(status: str, content_type: str, body: bytes) -> bytes:
+    head = (
+        f"HTTP/1.0 {status}\r\nContent-Type: {content_type}\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body

@@ -1,0 +1,184 @@
+"""The worker's side of membership: one stream to every gateway that it knows.
+
+    dial -> Hello -> Welcome -> (Heartbeat, Beat)* -> end -> back off -> dial ...
+                 \\-> Refused: logged; tried again, slowly
+
+For ever: a gateway that restarts finds its workers back within a second or two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import grpc.aio
+
+from epd.config import RpcConfig
+from epd.obs import metrics
+from epd.rpc.channels import dial
+from protos.epd.v1 import membership_pb2 as pb
+from protos.epd.v1 import membership_pb2_grpc
+
+logger = logging.getLogger(__name__)
+_BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
+_REFUSED_S = 10.0
+_FIRST_REPLY_S = 5.0
+
+Load = Callable[[], pb.Heartbeat]
+
+
+class _Refused(Exception):
+    """This gateway doesn't want this worker; the text says why."""
+
+
+class MembershipClient:
+    """Keeps the worker registered at `gateways`; `load` is asked at every heartbeat."""
+
+    def __init__(
+        self,
+        stage: str,
+        gateways: Sequence[str],
+        hello: pb.Hello,
+        load: Load,
+        config: RpcConfig,
+    ) -> None:
+        self._stage = stage
+        self._gateways = gateways
+        self._hello = hello
+        self._load = load
+        self._config = config
+        self._tasks: list[asyncio.Task[None]] = []
+        self._grace_ms: int | None = None
+        self._wake: dict[str, asyncio.Event] = {}
+        self._joined: set[str] = set()
+
+    @property
+    def joined(self) -> int:
+        """Gateways that this worker is registered at now."""
+        return len(self._joined)
+
+    def start(self) -> None:
+        for address in self._gateways:
+            self._wake[address] = asyncio.Event()
+            task = asyncio.create_task(self._forever(address), name=f"membership {address}")
+            self._tasks.append(task)
+
+    def leave(self, grace_s: float) -> None:
+        """Tell every gateway at once to route nothing new here."""
+        self._grace_ms = int(grace_s * 1000)
+        for event in self._wake.values():
+            event.set()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _forever(self, address: str) -> None:
+        failures = 0
+        while True:
+            try:
+                await self._session(address)
+                failures = 0
+            except _Refused as refusal:
+                logger.error("gateway %s refuses this worker: %s", address, refusal)
+                await asyncio.sleep(_REFUSED_S)
+                continue
+            except (grpc.aio.AioRpcError, TimeoutError, EOFError) as error:
+                if address in self._joined:
+                    failures = 0
+                    logger.warning("gateway %s lost: %s", address, _brief(error))
+            finally:
+                self._set_joined(address, False)
+            await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
+            failures += 1
+
+    async def _session(self, address: str) -> None:
+        """One registration, until it ends. Raises what ended it."""
+        async with dial(address, self._config) as channel:
+            stub = membership_pb2_grpc.MembershipStub(channel)
+            call = stub.Join()
+            try:
+                await call.write(pb.WorkerReport(hello=self._hello))
+                welcome = await self._welcome(call)
+                self._set_joined(address, True)
+                logger.info("registered at gateway %s", address)
+                await self._heartbeats(call, address, welcome)
+            finally:
+                call.cancel()
+
+    async def _welcome(
+        self, call: grpc.aio.StreamStreamCall[pb.WorkerReport, pb.GatewayReply]
+    ) -> pb.Welcome:
+        async with asyncio.timeout(_FIRST_REPLY_S):
+            reply = await _read(call)
+        if reply.HasField("refused"):
+            raise _Refused(reply.refused.reason)
+        if not reply.HasField("welcome"):
+            raise EOFError("the gateway's first word is no welcome")
+        return reply.welcome
+
+    async def _heartbeats(
+        self,
+        call: grpc.aio.StreamStreamCall[pb.WorkerReport, pb.GatewayReply],
+        address: str,
+        welcome: pb.Welcome,
+    ) -> None:
+        period = max(welcome.heartbeat_ms, 50) / 1000
+        dead = max(welcome.dead_ms / 1000, 2 * period)
+        reader = asyncio.create_task(_read_beats(call, dead))
+        try:
+            async for report in self._reports(address, period, reader):
+                await call.write(report)
+            await reader
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _reports(
+        self, address: str, period: float, reader: asyncio.Task[None]
+    ) -> AsyncIterator[pb.WorkerReport]:
+        """Heartbeats, and Leaving as soon as the worker drains; ends with the reader."""
+        told, wake = False, self._wake[address]
+        while not reader.done():
+            if self._grace_ms is not None and not told:
+                told = True
+                yield pb.WorkerReport(leaving=pb.Leaving(grace_ms=self._grace_ms))
+            yield pb.WorkerReport(heartbeat=self._load())
+            waiter = asyncio.create_task(wake.wait())
+            await asyncio.wait(
+                {reader, waiter}, timeout=period, return_when=asyncio.FIRST_COMPLETED
+            )
+            waiter.cancel()
+            wake.clear()
+
+    def _set_joined(self, address: str, joined: bool) -> None:
+        (self._joined.add if joined else self._joined.discard)(address)
+        metrics.MEMBERSHIPS.labels(self._stage).set(len(self._joined))
+
+
+async def _read(
+    call: grpc.aio.StreamStreamCall[pb.WorkerReport, pb.GatewayReply],
+) -> pb.GatewayReply:
+    reply = await call.read()
+    if not isinstance(reply, pb.GatewayReply):
+        raise EOFError("the gateway ended the stream")
+    return reply
+
+
+async def _read_beats(
+    call: grpc.aio.StreamStreamCall[pb.WorkerReport, pb.GatewayReply], dead_s: float
+) -> None:
+    """Read answers; a gateway that is silent for `dead_s` counts as gone."""
+    while True:
+        async with asyncio.timeout(dead_s):
+            reply = await _read(call)
+        if reply.HasField("refused"):
+            raise _Refused(reply.refused.reason)
+
+
+def _brief(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name} {error.details()}"
+    return str(error) or type(error).__name__

@@ -1,0 +1,165 @@
+"""The gRPC server of a stage (or gateway): health, reflection, limits, typed errors."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from epd.config import RpcConfig
+from epd.errors import EpdError, ErrorKind
+from epd.obs import metrics
+from epd.obs.logs import request_id
+from epd.rpc.channels import server_options
+from epd.rpc.status import internal, to_status
+
+logger = logging.getLogger(__name__)
+_OURS = "/epd.v1."
+
+
+class Server:
+    """A grpc.aio server with what every one of ours has.
+
+    Starts NOT_SERVING; `set_serving` answers for the whole server ("") and for
+    each service by name.
+    """
+
+    def __init__(
+        self, stage: str, services: Sequence[str], config: RpcConfig, max_message_bytes: int
+    ) -> None:
+        self._stage = stage
+        self._services = tuple(services)
+        self.grpc = grpc.aio.server(
+            interceptors=[TypedErrors(stage)],
+            options=server_options(config, max_message_bytes),
+        )
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.grpc)
+        self._serving: bool | None = None
+
+    @property
+    def serving(self) -> bool:
+        return bool(self._serving)
+
+    async def start(self, host: str, port: int) -> str:
+        """Bind and listen; returns "host:port" with the real port.
+
+        Raises:
+            EpdError: the address is in use or not ours.
+        """
+        try:
+            bound = self.grpc.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise EpdError(
+                ErrorKind.INVALID_REQUEST, f"can't listen on {host}:{port}", param="worker.port"
+            ) from error
+        await self.set_serving(False)
+        await self.grpc.start()
+        return f"{host}:{bound}"
+
+    async def set_serving(self, serving: bool) -> None:
+        """Set health; cheap when nothing changes."""
+        if serving == self._serving:
+            return
+        self._serving = serving
+        metrics.SERVING.labels(self._stage).set(serving)
+        status = health_pb2.HealthCheckResponse
+        value = status.SERVING if serving else status.NOT_SERVING
+        for name in ("", *self._services):
+            await self._health.set(name, value)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, give open ones `grace_s`, then cancel them."""
+        await self.grpc.stop(grace_s)
+
+
+class TypedErrors(grpc.aio.ServerInterceptor):
+    """Turns whatever a servicer of ours raises into a status, counts and logs it.
+
+    The one place where exceptions become statuses. A cancelled stream stays
+    cancelled.
+    """
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(_OURS):
+            return handler
+        kind = (
+            f"{'stream' if handler.request_streaming else 'unary'}_"
+            f"{'stream' if handler.response_streaming else 'unary'}"
+        )
+        wrap = self._streaming if handler.response_streaming else self._single
+        build = getattr(grpc, f"{kind}_rpc_method_handler")
+        return build(
+            wrap(getattr(handler, kind)),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _single(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+        async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            return await self._typed(behaviour(request, context), context)
+
+        return handle
+
+    def _streaming(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+        async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            result = behaviour(request, context)
+            work = _write_all(result, context) if inspect.isasyncgen(result) else result
+            await self._typed(work, context)
+
+        return handle
+
+    async def _typed(
+        self, work: Awaitable[Any], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> Any:
+        start = time.monotonic()
+        outcome = "cancelled"
+        try:
+            result = await work
+            outcome = "ok"
+            return result
+        except EpdError as error:
+            outcome = str(error.kind)
+            await self._abort(error, context)
+        except grpc.aio.AbortError:
+            outcome = "aborted"
+            raise
+        except Exception:
+            outcome = str(ErrorKind.INTERNAL)
+            logger.exception("a servicer raised")
+            await self._abort(internal(request_id()), context)
+        finally:
+            metrics.REQUESTS.labels(self._stage, outcome).inc()
+            logger.info(
+                "stream ended",
+                extra={"outcome": outcome, "ms": round((time.monotonic() - start) * 1e3, 1)},
+            )
+
+    async def _abort(self, error: EpdError, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        metrics.ERRORS.labels(self._stage, str(error.kind)).inc()
+        level = logging.INFO if error.mapping.users_fault else logging.WARNING
+        logger.log(level, error.message, extra={"kind": str(error.kind), "param": error.param})
+        code, message, metadata = to_status(error)
+        await context.abort(code, message, tuple(metadata))
+
+
+async def _write_all(events: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async for event in events:
+        await context.write(event)
