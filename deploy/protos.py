@@ -50,7 +50,9 @@ def main() -> None:
         if "--check" in sys.argv[1:]:
             differing = stale(fresh)
             if differing:
-                raise SystemExit("stubs differ from the protos (make protos): " + ", ".join(differing))
+                raise SystemExit(
+                    "stubs differ from the protos (make protos): " + ", ".join(differing)
+                )
             return
         for path in generate(fresh):
             shutil.copy(fresh / path, ROOT / path)

@@ -27,16 +27,21 @@ app = typer.Typer(
 )
 
 Checkpoint = Annotated[
-    str | None, typer.Argument(help="Folder of the model (transformers format).", show_default=False)
+    str | None,
+    typer.Argument(help="Folder of the model (transformers format).", show_default=False),
 ]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="TOML file; see docs/operations.md.")
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any configuration key, e.g. kv.block_tokens=16."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Any configuration key, e.g. kv.block_tokens=16."
+    ),
 ]
-Count = Annotated[int | None, typer.Option(min=0, help="Processes of this stage.", show_default="1")]
+Count = Annotated[
+    int | None, typer.Option(min=0, help="Processes of this stage.", show_default="1")
+]
 
 
 def _show_version(wanted: bool) -> None:
@@ -48,7 +53,8 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     pass
@@ -103,7 +109,8 @@ def chat(
         str | None, typer.Argument(help="Ask this and leave; without it, a conversation.")
     ] = None,
     image: Annotated[
-        list[Path] | None, typer.Option("--image", "-i", help="Picture before the question; repeatable.")
+        list[Path] | None,
+        typer.Option("--image", "-i", help="Picture before the question; repeatable."),
     ] = None,
     url: Annotated[str, typer.Option(help="Base URL of the API.")] = "http://127.0.0.1:8000/v1",
     model: Annotated[str, typer.Option(help="Model id; empty: the one that is served.")] = "",

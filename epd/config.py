@@ -182,8 +182,7 @@ def load_config(
     """Merge file, environment and flags (``{"prefill.step_tokens": 64}``).
 
     Raises:
-        EpdError: a key is unknown or a value is out of range; the message names
-            the key as written and where it came from.
+        EpdError: a key is unknown or a value is out of range; the message names the key.
     """
     environ = os.environ if environ is None else environ
     tree: dict[str, Any] = {}
@@ -201,7 +200,9 @@ def load_config(
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise invalid(f"configuration: {where}: {first['msg']}", where) from error
+        unknown = first["type"] == "extra_forbidden"
+        reason = "there is no such key" if unknown else first["msg"]
+        raise invalid(f"configuration: {where}: {reason}", where) from error
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -220,8 +221,12 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 
 def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
-    for part in path[:-1]:
-        tree = tree.setdefault(part, {})
+    for depth, part in enumerate(path[:-1], start=1):
+        below = tree.setdefault(part, {})
+        if not isinstance(below, dict):
+            where = ".".join(path[:depth])
+            raise invalid(f"configuration: {where}: is a section, not a value", where)
+        tree = below
     if path[-1] == "gateways" and isinstance(value, str):
         value = [part for part in value.split(",") if part]
     tree[path[-1]] = value

@@ -47,9 +47,7 @@ def torch_cuda_major() -> int | None:
     return int(match[1]) if match else None
 
 
-def wheel_problem(
-    wheels: dict[str, str], device: str, cuda_major: int | None
-) -> str | None:
+def wheel_problem(wheels: dict[str, str], device: str, cuda_major: int | None) -> str | None:
     """What is wrong with the installed builds for a worker on this device, in one sentence."""
     on_gpu = device.startswith("cuda")
     wanted = _BY_CUDA_MAJOR.get(cuda_major if on_gpu else None)

@@ -1,0 +1,189 @@
+"""`epd chat`: a conversation with a running gateway from the terminal, pictures included."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+_TYPES = {
+    b"\x89PNG": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"RIFF": "image/webp",
+    b"BM": "image/bmp",
+}
+_HELP = "Type a question. /image FILE adds a picture to it, /new forgets, /quit leaves."
+_TIMEOUT_S = 600.0
+
+Message = dict[str, Any]
+
+
+class ChatFailure(Exception):
+    """The gateway can't be reached or refused; the message is for the person at the terminal."""
+
+
+@dataclass(slots=True)
+class Client:
+    """A client of the HTTP API with the standard library alone."""
+
+    url: str
+    model: str = ""
+    temperature: float = 0.0
+    max_tokens: int | None = None
+
+    def answer(self, messages: list[Message]) -> Iterator[str]:
+        """Pieces of the answer as they arrive.
+
+        Raises:
+            ChatFailure: no gateway there, or it answered with an error.
+        """
+        body: dict[str, Any] = {
+            "model": self.model or self._served_model(),
+            "messages": messages,
+            "temperature": self.temperature,
+            "stream": True,
+        }
+        if self.max_tokens is not None:
+            body["max_tokens"] = self.max_tokens
+        response = self._request("POST", "/chat/completions", json.dumps(body))
+        for event in _events(response):
+            if "error" in event:
+                raise ChatFailure(event["error"].get("message", "unknown error"))
+            for choice in event.get("choices", []):
+                if piece := choice.get("delta", {}).get("content"):
+                    yield piece
+
+    def _served_model(self) -> str:
+        listed = json.loads(self._request("GET", "/models").read())["data"]
+        if not listed:
+            raise ChatFailure(f"{self.url} serves no model yet")
+        self.model = str(listed[0]["id"])
+        return self.model
+
+    def _request(self, method: str, path: str, body: str | None = None) -> http.client.HTTPResponse:
+        parts = urlsplit(self.url)
+        secure = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        try:
+            connection = kind(parts.netloc, timeout=_TIMEOUT_S)
+            headers = {"Content-Type": "application/json"}
+            connection.request(method, parts.path.rstrip("/") + path, body, headers)
+            response = connection.getresponse()
+        except OSError as error:
+            raise ChatFailure(f"no gateway at {self.url}: {error}") from error
+        if response.status != 200:
+            raise ChatFailure(_reason(response))
+        return response
+
+
+def _reason(response: http.client.HTTPResponse) -> str:
+    text = response.read(65536).decode(errors="replace")
+    try:
+        error = json.loads(text)["error"]
+        where = f" ({error['param']})" if error.get("param") else ""
+        return f"{response.status}: {error['message']}{where}"
+    except (ValueError, KeyError, TypeError):
+        return f"{response.status}: {text[:200]}"
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """Server-sent events up to [DONE].
+
+    Raises:
+        ChatFailure: the connection ended before that.
+    """
+    try:
+        for line in response:
+            if line.startswith(b"data: "):
+                data = line.removeprefix(b"data: ").strip()
+                if data == b"[DONE]":
+                    return
+                yield json.loads(data)
+    except (OSError, http.client.HTTPException) as error:
+        raise ChatFailure(f"the answer broke off: {error}") from error
+    raise ChatFailure("the answer broke off")
+
+
+def user_message(question: str, images: list[Path]) -> Message:
+    """A message with the pictures before the text, as data URLs.
+
+    Raises:
+        ChatFailure: a file can't be read.
+    """
+    parts: list[Message] = []
+    for path in images:
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ChatFailure(f"{path}: {error.strerror}") from error
+        kind = next((t for magic, t in _TYPES.items() if data.startswith(magic)), "image/png")
+        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    parts.append({"type": "text", "text": question})
+    return {"role": "user", "content": parts}
+
+
+@dataclass(slots=True)
+class _Conversation:
+    client: Client
+    messages: list[Message] = field(default_factory=list)
+    images: list[Path] = field(default_factory=list)
+
+    def ask(self, question: str) -> None:
+        """Print the answer while it comes; a failed question is not remembered."""
+        message = user_message(question, self.images)
+        pieces = []
+        for piece in self.client.answer([*self.messages, message]):
+            pieces.append(piece)
+            print(piece, end="", flush=True)
+        print()
+        self.messages += [message, {"role": "assistant", "content": "".join(pieces)}]
+        self.images = []
+
+    def take(self, line: str) -> None:
+        """One line that the person typed: a command or a question."""
+        command, _, rest = line.strip().partition(" ")
+        if command == "/image":
+            path = Path(rest.strip()).expanduser()
+            if not path.is_file():
+                raise ChatFailure(f"{path}: no such file")
+            self.images.append(path)
+        elif command == "/new":
+            self.messages, self.images = [], []
+        elif command.startswith("/"):
+            print(_HELP)
+        elif command:
+            self.ask(line.strip())
+
+
+def converse(client: Client, question: str | None, images: list[Path]) -> int:
+    """Ask one question, or hold a conversation when there is none; returns the exit code."""
+    conversation = _Conversation(client, images=list(images))
+    try:
+        if question is not None:
+            conversation.ask(question)
+            return 0
+    except ChatFailure as failure:
+        print(f"epd chat: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(_HELP)
+    while True:
+        try:
+            line = input("> ")
+            if line.strip() == "/quit":
+                return 0
+            conversation.take(line)
+        except ChatFailure as failure:
+            print(f"epd chat: {failure}", file=sys.stderr)
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return 0

@@ -1,0 +1,213 @@
+"""`epd serve`: the gateway and its workers as processes of this machine.
+
+A child's life::
+
+    starting --READY--> ready --it ends--> pause --> starting (again and again)
+       |  it ends or takes too long, at the first start
+       v
+    the whole service stops, with that child's last words as the reason
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Coroutine
+from typing import Any
+
+from epd.child import Child, StartFailure, child_environment
+from epd.config import Config
+from epd.host import GATEWAY, STAGES
+
+_LONGEST_PAUSE_S = 30.0
+_STEADY_AFTER_S = 60.0
+_KILL_MARGIN_S = 3.0
+
+
+class Supervisor:
+    """Starts, watches, restarts and stops the processes of one configuration."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.gateway = Child(GATEWAY, 0)
+        self.workers = [
+            Child(stage, index) for stage in STAGES for index in range(getattr(config.serve, stage))
+        ]
+        self._environ = child_environment(config, os.environ)
+        self._stopping = asyncio.Event()
+
+    @property
+    def children(self) -> list[Child]:
+        return [self.gateway, *self.workers]
+
+    def stop(self) -> None:
+        """Ask `serve` to end; for a signal handler of the loop."""
+        self._stopping.set()
+
+    async def serve(self) -> int:
+        """Run until `stop`; returns the exit code. No child is left when this returns."""
+        started = time.monotonic()
+        try:
+            if await self._unless_stopped(self._start_all()):
+                self._show_states(time.monotonic() - started)
+                await self._watch_all()
+        except StartFailure as failure:
+            _complain(f"can't start: {failure}")
+            await self._stop_all()
+            return 1
+        return 0 if await self._stop_all() else 1
+
+    async def _start_all(self) -> None:
+        """Gateway first, since workers register with it; then all workers at once."""
+        limit = self.config.serve.start_timeout_s
+        await self.gateway.start(self._environ)
+        await self.gateway.until_ready(limit)
+        self._pin_gateway_ports()
+        for worker in self.workers:
+            worker.settings["worker.gateways"] = self.gateway.report["membership"]
+            await worker.start(self._environ)
+        await asyncio.gather(*(worker.until_ready(limit) for worker in self.workers))
+        await self._until_joined()
+
+    def _pin_gateway_ports(self) -> None:
+        """A restarted gateway must come back where its workers and clients look for it."""
+        ports = {"http": "http_port", "grpc": "grpc_port", "membership": "membership_port"}
+        for key, option in ports.items():
+            port = self.gateway.report[key].rpartition(":")[2]
+            self.gateway.settings[f"gateway.{option}"] = port
+
+    async def _until_joined(self) -> None:
+        """Wait until the gateway itself says that every stage has a worker."""
+        address = self.gateway.report["http"]
+        deadline = time.monotonic() + self.config.serve.start_timeout_s
+        while (reason := await asyncio.to_thread(_why_not_ready, address)) is not None:
+            for child in self.children:
+                if not child.running:
+                    raise StartFailure(child.why())
+            if time.monotonic() > deadline:
+                raise StartFailure(f"gateway: {reason}")
+            await asyncio.sleep(0.1)
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Run work; False if `stop` came first (the work is then cancelled)."""
+        task = asyncio.create_task(work)
+        stop = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if task.done():
+            task.result()
+            return True
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return False
+
+    async def _watch_all(self) -> None:
+        watchers = [asyncio.create_task(self._watch(child)) for child in self.children]
+        await self._stopping.wait()
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+
+    async def _watch(self, child: Child) -> None:
+        """Start a child again whenever it ends, with a growing pause while it keeps ending."""
+        pause = self.config.serve.backoff_s
+        while True:
+            since = time.monotonic()
+            await child.wait()
+            child.kill_group()
+            if not self.config.serve.restart:
+                _complain(f"ended: {child.why()}")
+                return
+            if time.monotonic() - since > _STEADY_AFTER_S:
+                pause = self.config.serve.backoff_s
+            _complain(f"ended, starts again in {pause:g} s: {child.why()}")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            await self._restart(child)
+
+    async def _restart(self, child: Child) -> None:
+        await child.start(self._environ)
+        try:
+            await child.until_ready(self.config.serve.start_timeout_s)
+            _say(f"{child.name} is back, pid {child.report['pid']} {child.addresses}")
+        except StartFailure:
+            child.kill_group()
+
+    async def _stop_all(self) -> bool:
+        """SIGTERM, the configured grace, SIGKILL; True if none had to be killed."""
+        running = [child for child in self.children if child.running]
+        if running:
+            _say(f"stopping {len(running)} processes")
+        for child in running:
+            child.terminate()
+        waits = {asyncio.create_task(child.wait()): child for child in running}
+        late: set[asyncio.Task[None]] = set()
+        if waits:
+            grace_s = self.config.worker.grace_s + _KILL_MARGIN_S
+            _, late = await asyncio.wait(waits, timeout=grace_s)
+        for child in self.children:
+            child.kill_group()
+        for task in late:
+            await task
+            _complain(f"{waits[task].name} did not stop in time: killed")
+        _say(f"stopped, {len(late)} by force" if late else "stopped")
+        return not late
+
+    def _show_states(self, seconds: float) -> None:
+        rows = [(c.name, "ready", str(c.report.get("pid", "")), c.addresses) for c in self.children]
+        if sys.stdout.isatty():
+            _print_table(rows)
+        else:
+            for row in rows:
+                _say(" ".join(row))
+        name = self.config.model.name or os.path.basename(self.config.model.path.rstrip("/"))
+        url = f"http://{self.gateway.report['http']}/v1"
+        _say(f"serving {name} at {url} after {seconds:.1f} s; Ctrl-C stops")
+
+
+def run(config: Config) -> int:
+    """Serve until Ctrl-C or SIGTERM; returns the exit code."""
+    return asyncio.run(_run(config))
+
+
+async def _run(config: Config) -> int:
+    supervisor = Supervisor(config)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, supervisor.stop)
+    return await supervisor.serve()
+
+
+def _why_not_ready(address: str) -> str | None:
+    """None when the gateway's /ready answers 200, else what it says."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/ready", timeout=5) as response:
+            response.read()
+            return None
+    except urllib.error.HTTPError as error:
+        return f"not ready: {error.read(2000).decode(errors='replace')}"
+    except OSError as error:
+        return f"{address}: {error}"
+
+
+def _print_table(rows: list[tuple[str, str, str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("process", "state", "pid", "addresses")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _say(text: str) -> None:
+    print(f"epd serve: {text}", flush=True)
+
+
+def _complain(text: str) -> None:
+    print(f"epd serve: {text}", file=sys.stderr, flush=True)
