@@ -66,7 +66,7 @@ class ObservationServer:
         path = request[1].split("?")[0] if len(request) > 1 and request[0] == "GET" else ""
         if path == "/metrics":
             self._set_gauges()
-            return _response("200 OK", CONTENT_TYPE_LATEST, generate_latest(metrics.REGISTRY))
+            return _response("200 OK", CONTENT_TYPE_LATEST, generate_latest())
         if path == "/debug/state":
             body = orjson.dumps(dict(self._state()), option=orjson.OPT_NON_STR_KEYS)
             return _response("200 OK", "application/json", body)

@@ -1,29 +1,29 @@
 """Every metric of the system, so that a name is written once.
 
-All are prometheus objects in one registry of this process; a `stage` label
-tells colocated stages apart. Gauges that mirror a worker's state are set when
+All are in prometheus' default registry of this process; a `stage` label tells
+colocated stages apart. The transfer layer has its own, next to its code
+(`epd.transfer.metrics`). Gauges that mirror a worker's state are set when
 they are scraped (`epd.obs.http`), not at every change.
 """
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
-REGISTRY = CollectorRegistry()
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def _counter(name: str, text: str, *labels: str) -> Counter:
-    return Counter(name, text, labels, registry=REGISTRY)
+    return Counter(name, text, labels)
 
 
 def _gauge(name: str, text: str, *labels: str) -> Gauge:
-    return Gauge(name, text, labels, registry=REGISTRY)
+    return Gauge(name, text, labels)
 
 
 def _histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...]) -> Histogram:
-    return Histogram(name, text, labels, registry=REGISTRY, buckets=buckets)
+    return Histogram(name, text, labels, buckets=buckets)
 
 
 REQUESTS = _counter("epd_requests", "Streams ended, by outcome", "stage", "outcome")
@@ -41,14 +41,6 @@ STEP_FAILURES = _counter("epd_step_failures", "Steps that raised", "stage")
 PREEMPTIONS = _counter("epd_preemptions", "Sequences pushed out for want of blocks", "stage")
 TOKENS = _counter("epd_tokens", "Tokens computed (prefill) or generated (decode)", "stage")
 IMAGES = _counter("epd_images", "Images encoded", "stage")
-
-TRANSFER_BYTES = _counter(
-    "epd_transfer_bytes", "Bytes through the transfer engine", "kind", "direction"
-)
-TRANSFER_SECONDS = _histogram(
-    "epd_transfer_seconds", "Time of one read, all its pieces", "kind", buckets=_SECONDS
-)
-TRANSFER_FAILURES = _counter("epd_transfer_failures", "Reads that failed, by reason", "reason")
 
 STATE = _gauge(
     "epd_state",
