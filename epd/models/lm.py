@@ -1,0 +1,231 @@
+"""The language model of a checkpoint on a paged cache: prefill and decode alike.
+
+The model's own top-level forward does the work (scatter of image rows, deepstack,
+logit scaling); this module gives it a flattened batch, explicit positions, and an
+attention that reads and writes the pool. It keeps no state between forwards: the
+pool is the caller's, and positions travel with the request.
+
+Shapes: T new tokens of all sequences; P position rows (1, or 4 with mRoPE: text,
+time, height, width); R image rows; N selected rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from epd.jobs import ImageItem
+from epd.kv.layout import KvLayout, LayerShape
+from epd.kv.pool import KvPool
+from epd.models import attention
+from epd.models.attention import SequenceSlice, plan_step
+from epd.models.checkpoint import load_part, read_spec
+from epd.models.exact import ROW_TILE, make_row_invariant
+from epd.models.spec import ModelSpec
+
+__all__ = ["ForwardBatch", "LanguageModel", "SequenceSlice"]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One flattened forward: chunks of prompts and single tokens, mixed as they come."""
+
+    token_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[P, T] int64."""
+    sequences: Sequence[SequenceSlice]
+    """In batch order; their `query_len` add up to T."""
+    select: Tensor | Sequence[int]
+    """Rows of the batch whose logits are wanted."""
+    embeddings: Tensor | Sequence[Tensor] | None = None
+    """[planes, R, hidden], or pieces to be joined along R: the rows of the prompt
+    placeholders in this batch, in batch order. R is the sum of `image_rows`."""
+
+
+@dataclass
+class _ImageRows(BaseModelOutputWithPooling):  # type: ignore[misc]
+    """What the model's forward takes instead of pixels, deepstack or not."""
+
+    deepstack_features: list[list[Tensor]] | None = None
+
+
+class LanguageModel:
+    """A checkpoint without its vision tower. One thread at a time may call it."""
+
+    def __init__(
+        self, model: Any, spec: ModelSpec, *, device: torch.device, exact: bool, block_tokens: int
+    ) -> None:
+        self.model = model.to(device)
+        self.spec = spec
+        self.device = device
+        self.exact = exact
+        self.kv_layout = _kv_layout(model.config.get_text_config(), spec.dtype, block_tokens)
+        if exact:
+            make_row_invariant(self.model)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str = "auto",
+        device: str | torch.device = "cpu",
+        exact: bool = False,
+        threads: int = 1,
+        block_tokens: int = 32,
+    ) -> LanguageModel:
+        """Load the language model's weights only; sets torch's threads for the process.
+
+        Raises:
+            EpdError: the checkpoint can't be served; the message says why.
+        """
+        torch.set_num_threads(threads)
+        spec = read_spec(path, dtype)
+        model = load_part(path, "lm", spec.dtype, attn=attention.NAME)
+        return cls(model, spec, device=torch.device(device), exact=exact, block_tokens=block_tokens)
+
+    @property
+    def numerics_id(self) -> str:
+        """Workers with equal ids compute equal bits in exact mode."""
+        kernel = "exact/1" if self.exact else "sdpa/1"
+        parts = [kernel, _isa(self.device), self.spec.dtype, f"threads={torch.get_num_threads()}"]
+        return ";".join([*parts, f"torch={torch.__version__}"])
+
+    def positions(
+        self, token_ids: Tensor, items: Sequence[ImageItem], prompt_length: int
+    ) -> tuple[Tensor, int]:
+        """Position rows [P, T] of prompt and generated ids, and the decode delta.
+
+        The prompt's rows come from the model's own method. Every later token, at index
+        i of the sequence, has text position i and i + delta in the other rows, whether
+        decode makes it or prefill computes it again after a failover. An image
+        placeholder that was generated is an ordinary token.
+
+        Raises:
+            ValueError: the placeholders of the prompt are not the items' rows.
+        """
+        prompt = token_ids[:prompt_length].cpu()
+        marks = prompt == self.spec.image_token_id
+        wanted = sum(item.rows for item in items)
+        if int(marks.sum()) != wanted:
+            raise ValueError(f"{int(marks.sum())} image placeholders for {wanted} image rows")
+        options: dict[str, Any] = {}
+        if items and all(item.grid for item in items):
+            options["image_grid_thw"] = torch.tensor([item.grid for item in items])
+            options["mm_token_type_ids"] = marks[None].int()
+        rows: Tensor = self.model._prepare_position_ids_for_generation(prompt[None], options)
+        rows = rows[:, 0] if rows.ndim == 3 else rows
+        delta = int(rows[1:].max() - rows[0].max()) if len(rows) > 1 else 0
+        later = self.continuation(prompt_length, len(token_ids) - prompt_length, delta)
+        return torch.cat([rows.to(torch.int64), later], 1), delta
+
+    def continuation(self, start: int, count: int, delta: int) -> Tensor:
+        """Position rows [P, count] of generated tokens at sequence indices start, ..."""
+        text = torch.arange(start, start + count)
+        if not self._has_mrope:
+            return text[None]
+        return torch.stack([text, *[text + delta] * 3])
+
+    @property
+    def _has_mrope(self) -> bool:
+        return hasattr(self.model.base_model, "get_rope_index")
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, pool: KvPool) -> Tensor:
+        """Logits [N, vocab] float32 of the selected rows; writes the new keys and values.
+
+        Rows are independent of each other except through the sequences' own blocks.
+        """
+        step = plan_step(pool, batch.sequences, exact=self.exact)
+        assert step.tokens == len(batch.token_ids) == batch.positions.shape[1]
+        token_ids, positions = self._padded(batch)
+        select = torch.as_tensor(batch.select, dtype=torch.int64, device=self.device)
+        logits: Tensor = self.model(
+            input_ids=token_ids[None],
+            position_ids=positions[:, None] if len(positions) > 1 else positions,
+            mm_encoder_outputs=self._image_rows(batch),
+            logits_to_keep=select,
+            use_cache=False,
+            step=step,
+        ).logits[0]
+        return logits.float()
+
+    def _padded(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Ids and positions on the device, in exact mode padded to whole row tiles."""
+        token_ids = batch.token_ids.to(self.device)
+        positions = batch.positions.to(self.device)
+        lacking = -len(token_ids) % ROW_TILE if self.exact else 0
+        if lacking:
+            ordinary = 0 if self.spec.image_token_id != 0 else 1
+            token_ids = F.pad(token_ids, (0, lacking), value=ordinary)
+            positions = F.pad(positions, (0, lacking))
+        return token_ids, positions
+
+    def _image_rows(self, batch: ForwardBatch) -> dict[str, _ImageRows] | None:
+        rows = self._joined(batch)
+        if rows is None:
+            return None
+        rows = self._with_generated(batch, rows)
+        deep = [[plane] for plane in rows[1:]] if len(rows) > 1 else None
+        return {"image": _ImageRows(pooler_output=[rows[0]], deepstack_features=deep)}
+
+    def _joined(self, batch: ForwardBatch) -> Tensor | None:
+        """[planes, R, hidden] on the device, or None without image rows."""
+        wanted = sum(sequence.image_rows for sequence in batch.sequences)
+        given = batch.embeddings
+        pieces = [] if given is None else [given] if isinstance(given, Tensor) else list(given)
+        assert sum(piece.shape[1] for piece in pieces) == wanted, "rows given and rows wanted"
+        if not wanted:
+            return None
+        assert all(piece.shape[0] == self.spec.planes for piece in pieces)
+        dtype = getattr(torch, self.spec.dtype)
+        return torch.cat([piece.to(self.device, dtype) for piece in pieces], 1)
+
+    def _with_generated(self, batch: ForwardBatch, rows: Tensor) -> Tensor:
+        """Add rows for placeholder ids that were generated: the id's own embedding.
+
+        The model's forward puts a row at every placeholder id of the batch. Deepstack
+        planes of such a row are zero: they are added.
+        """
+        real: list[bool] = []
+        start = 0
+        for sequence in batch.sequences:
+            ids = batch.token_ids[start : start + sequence.query_len]
+            found = int((ids == self.spec.image_token_id).sum())
+            assert found >= sequence.image_rows, "fewer placeholders than image rows"
+            real += [i < sequence.image_rows for i in range(found)]
+            start += sequence.query_len
+        if all(real):
+            return rows
+        full = rows.new_zeros(rows.shape[0], len(real), rows.shape[2])
+        ids = torch.tensor(self.spec.image_token_id, device=self.device)
+        full[0] = self.model.get_input_embeddings()(ids)
+        full[:, torch.tensor(real, device=self.device)] = rows
+        return full
+
+
+def _kv_layout(text_config: Any, dtype: str, block_tokens: int) -> KvLayout:
+    heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    dim = getattr(text_config, "head_dim", None)
+    dim = dim or text_config.hidden_size // text_config.num_attention_heads
+    layers = (LayerShape(heads, dim, dim),) * text_config.num_hidden_layers
+    return KvLayout(block_tokens=block_tokens, dtype=dtype, layers=layers)
+
+
+def _isa(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    isa = torch.backends.cpu.get_cpu_capability()
+    flags = {
+        "bf16": torch.cpu._is_avx512_bf16_supported(),
+        "amx": torch.cpu._is_amx_tile_supported(),
+    }
+    return "+".join([isa, *[name for name, there in flags.items() if there]])
