@@ -1,0 +1,82 @@
+"""The configuration: precedence, names in errors, and that children see what the parent saw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from epd.child import child_environment, command_line
+from epd.config import Config, load_config
+from epd.errors import EpdError
+
+
+def test_file_then_environment_then_flags(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[prefill]\nstep_tokens = 1\nchunk_tokens = 1\nmax_queue = 1\n")
+    environ = {"EPD_PREFILL__STEP_TOKENS": "2", "EPD_PREFILL__CHUNK_TOKENS": "2"}
+    config = load_config(file, {"prefill.step_tokens": 3}, environ)
+    prefill = config.prefill
+    assert (prefill.step_tokens, prefill.chunk_tokens, prefill.max_queue) == (3, 2, 1)
+
+
+def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[kv]\nblock_tokens = 4\n")
+    assert load_config(environ={"EPD_CONFIG": str(file)}).kv.block_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"kv.block_tokens": 0}, "kv.block_tokens"),
+        ({"kv.nothing": 1}, "kv.nothing"),
+        ({"nothing.at_all": 1}, "nothing"),
+        ({"model": "x", "model.path": "y"}, "model"),
+        ({"gateway.http_port": 65536}, "gateway.http_port"),
+        ({"log.level": "loud"}, "log.level"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(flags: dict[str, object], named: str) -> None:
+    with pytest.raises(EpdError) as caught:
+        load_config(None, flags, {})
+    assert caught.value.param == named
+    assert named in caught.value.message
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "broken.toml"
+    file.write_text("[kv\n")
+    with pytest.raises(EpdError, match=r"broken\.toml"):
+        load_config(file, None, {})
+
+
+def test_the_tree_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().kv.block_tokens = 1  # type: ignore[misc]
+
+
+def test_gateways_from_a_string() -> None:
+    config = load_config(None, {"worker.gateways": "a:1,b:2"}, {})
+    assert config.worker.gateways == ("a:1", "b:2")
+
+
+def test_a_child_gets_the_whole_configuration_whatever_its_source(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[kv]\nblock_tokens = 4\n")
+    flags = {
+        "model.exact": True,
+        "worker.gateways": "a:1,b:2",
+        "model.path": "/m",
+        "model.name": "",
+    }
+    config = load_config(file, flags, {"EPD_LOG__LEVEL": "debug"})
+    stale = {"EPD_KV__BLOCK_TOKENS": "99", "EPD_CONFIG": "/gone.toml", "PATH": "/bin"}
+    environ = child_environment(config, stale)
+    assert environ["PATH"] == "/bin"
+    assert load_config(None, None, environ) == config
+
+
+def test_settings_of_one_child_are_flags() -> None:
+    command = command_line("encode", {"worker.port": "1", "log.level": "error"})
+    assert command[3:] == ["encode", "--set", "worker.port=1", "--set", "log.level=error"]

@@ -1,0 +1,125 @@
+"""What the doctor finds missing, and which Mooncake build it asks for."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from epd import doctor
+from epd.config import Config, load_config
+from epd.doctor import Finding, Level
+from epd.errors import invalid
+from epd.wheel import require_mooncake, torch_cuda_major, wheel_problem
+
+CPU, CUDA, CUDA13 = (
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-cuda13",
+)
+
+
+def by_subject(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.subject: finding for finding in findings}
+
+
+@pytest.mark.parametrize(
+    ("wheels", "device", "cuda_major"),
+    [
+        ([CPU], "cpu", None),
+        ([CPU], "cpu", 13),  # torch's default build on a machine without a GPU
+        ([CUDA], "cuda", 12),
+        ([CUDA13], "cuda:1", 13),
+        ([CUDA], "cpu", 12),  # a GPU machine serving from its CPU
+    ],
+)
+def test_fitting_builds(wheels: list[str], device: str, cuda_major: int | None) -> None:
+    assert wheel_problem(dict.fromkeys(wheels, "1"), device, cuda_major) is None
+
+
+@pytest.mark.parametrize(
+    ("wheels", "device", "cuda_major", "says"),
+    [
+        ([], "cpu", None, "not installed: pip install 'epd[cpu]'"),
+        ([], "cuda", 12, "epd[cuda]"),
+        ([], "cuda", 13, "epd[cuda13]"),
+        ([CPU, CUDA], "cpu", None, "overwrite each other"),
+        ([CUDA], "cpu", None, "wrong Mooncake build: torch is a CPU build"),
+        ([CPU], "cuda", 12, "pip install 'epd[cuda]'"),
+        ([CUDA], "cuda", 13, "pip install 'epd[cuda13]'"),
+        ([CPU], "cuda", None, "torch is built without CUDA"),
+        ([CUDA], "cuda", 11, "torch is built for CUDA 11"),
+    ],
+)
+def test_wrong_builds_are_named_with_the_cure(
+    wheels: list[str], device: str, cuda_major: int | None, says: str
+) -> None:
+    problem = wheel_problem(dict.fromkeys(wheels, "1"), device, cuda_major)
+    assert problem is not None
+    assert says in problem
+    assert "\n" not in problem
+
+
+def test_the_build_installed_here_is_accepted() -> None:
+    assert require_mooncake("cpu") in (CPU, CUDA, CUDA13)
+
+
+def test_torch_cuda_version_is_read_without_importing_it() -> None:
+    import torch
+
+    expected = torch.version.cuda
+    assert torch_cuda_major() == (int(expected.split(".")[0]) if expected else None)
+
+
+def test_a_used_port_is_a_warning() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = load_config(None, {"gateway.http_port": port, "gateway.grpc_port": 0}, {})
+        found = by_subject(list(doctor._ports(config)))
+    assert found["http port"].level is Level.WARNING
+    assert str(port) in found["http port"].detail
+    assert found["grpc port"].level is Level.OK
+
+
+def test_a_missing_module_is_a_finding() -> None:
+    missing = doctor._import("no_such_module_anywhere")
+    assert missing.level is Level.MISSING
+    assert "no_such_module_anywhere" in missing.detail
+
+
+def test_a_library_that_kills_its_process_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deadly.py").write_text("import os; os.abort()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    finding = doctor._import("deadly")
+    assert finding.level is Level.MISSING
+    assert "-6" in finding.detail
+
+
+def test_a_checkpoint_that_is_not_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    finding = doctor._checkpoint(load_config(None, {"model.path": str(tmp_path)}, {}))
+    assert finding.level is Level.MISSING
+    assert str(tmp_path) in finding.detail
+
+
+def test_exit_code_and_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "_IMPORTS", ("json",))
+    assert doctor.diagnose(Config) == 0
+    monkeypatch.setattr(doctor, "_IMPORTS", ("json", "no_such_module"))
+    assert doctor.diagnose(Config) == 1
+    captured = capsys.readouterr()
+    assert "no_such_module" in captured.err
+
+    def broken() -> Config:
+        raise invalid("configuration: kv: bad")
+
+    monkeypatch.setattr(doctor, "_IMPORTS", ())
+    assert doctor.diagnose(broken) == 1
+    assert "configuration: kv: bad" in capsys.readouterr().out

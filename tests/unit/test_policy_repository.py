@@ -1,0 +1,136 @@
+"""Policies that a reviewer would otherwise have to remember."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from setuptools import find_packages
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+STAGES = ("encode", "prefill", "decode", "gateway")
+
+
+def tracked(pattern: str) -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", pattern], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+def test_import_contracts_hold() -> None:
+    program = "import sys; from importlinter.cli import lint_imports_command as c; sys.exit(c())"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+def test_stubs_are_what_the_protos_give() -> None:
+    command = [sys.executable, "-m", "deploy.protos", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_changed_proto_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deploy import protos
+
+    copy = tmp_path / "copy"
+    (copy / protos.FOLDER).mkdir(parents=True)
+    for path in (ROOT / protos.FOLDER).iterdir():
+        if path.is_file():
+            (copy / protos.FOLDER / path.name).write_bytes(path.read_bytes())
+    source = copy / protos.FOLDER / "encode.proto"
+    source.write_text(source.read_text() + "\nmessage Forgotten { uint32 field = 1; }\n")
+    monkeypatch.setattr(protos, "ROOT", copy)
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    assert str(protos.FOLDER / "encode_pb2.py") in protos.stale(fresh)
+
+
+def test_every_proto_field_and_message_can_be_read_by_the_stages() -> None:
+    """The package in the file is the one in the folder, so generated imports need no patch."""
+    for path in (ROOT / "protos/epd/v1").glob("*.proto"):
+        assert "package epd.v1;" in path.read_text(), path
+
+
+def test_the_wheel_holds_the_service_and_nothing_else() -> None:
+    found = find_packages(str(ROOT), **PROJECT["tool"]["setuptools"]["packages"]["find"])
+    top = {name.partition(".")[0] for name in found}
+    assert top == {"epd", "protos", *STAGES}
+    data = PROJECT["tool"]["setuptools"]["package-data"]["*"]
+    assert {"py.typed", "*.proto", "*.pyi"} <= set(data)
+
+
+@pytest.mark.parametrize("package", ["epd", "protos", *STAGES])
+def test_packages_say_that_they_are_typed(package: str) -> None:
+    assert (ROOT / package / "py.typed").is_file()
+
+
+def test_the_mooncake_builds_exclude_each_other() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    mooncake = {name for name, wanted in extras.items() if "mooncake" in " ".join(wanted)}
+    (conflict,) = PROJECT["tool"]["uv"]["conflicts"]
+    assert {entry["extra"] for entry in conflict} == mooncake == {"cpu", "cuda", "cuda13"}
+    assert not any("mooncake" in wanted for wanted in PROJECT["project"]["dependencies"])
+    assert "torchvision" not in (ROOT / "constraints.txt").read_text()
+
+
+def test_constraints_lie_within_the_ranges() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.lower().replace("_", "-").split("==") for line in lines if "==" in line)
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted = [*PROJECT["project"]["dependencies"], *extras["cpu"], *extras["dev"]]
+    for requirement in map(Requirement, wanted):
+        version = pinned[requirement.name.lower().replace("_", "-")]
+        assert requirement.specifier.contains(version), f"{requirement} but {version} is pinned"
+
+
+def test_make_targets_named_in_the_docs_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
+    documents = [*tracked("*.md"), ROOT / ".ci" / "run"]
+    named = {
+        (target, path.name)
+        for path in documents
+        for target in re.findall(r"(?:^|`|step )make ([a-z0-9-]+)", path.read_text(), re.MULTILINE)
+    }
+    assert named, "no document names a make target"
+    assert not {(target, name) for target, name in named if target not in targets}
+
+
+def test_epd_commands_in_the_docs_exist() -> None:
+    from typer.main import get_command
+
+    from epd.cli import app
+
+    command = get_command(app)
+    known = set(getattr(command, "commands", {})) | {"--help", "--version"}
+    for path in tracked("*.md"):
+        for line in re.findall(r"^(?:\$ )?epd (\S+)", path.read_text(), re.MULTILINE):
+            assert line in known, f"{path.name}: epd {line}"
+
+
+def test_no_path_of_a_builders_machine_is_tracked() -> None:
+    banned = re.compile(r"(?<![A-Za-z0-9_.])/(?:work|home/[a-z]+|root)/")
+    for pattern in ("*.py", "*.md", "*.toml", "*.yaml", "*.sh", "Makefile", ".ci/run"):
+        for path in tracked(pattern):
+            if path != Path(__file__).resolve():
+                assert not banned.search(path.read_text()), path
+
+
+def test_no_swallowed_exceptions_and_no_pickle() -> None:
+    banned = re.compile(
+        r"except (?:Base)?Exception(?: as \w+)?:\s*pass|import pickle|(?<![.\w])eval\("
+    )
+    for package in ("epd", *STAGES):
+        for path in tracked(f"{package}/**.py"):
+            found = banned.search(path.read_text())
+            assert not found, f"{path}: {found and found[0]}"
