@@ -1,0 +1,89 @@
+"""The engine loop of a stage: one forward at a time, off the event loop.
+
+`step` runs on the event loop: it asks the pure scheduler what to run, hands the
+tensor work to the one engine thread with `run`, and applies the result. So
+scheduler state is touched by the loop only, tensors by the thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from epd.obs import metrics
+
+Result = TypeVar("Result")
+
+
+class StepLoop:
+    """Calls `step` as long as it did something, then sleeps until `poke`.
+
+    `runnable` says whether there is work that a step could do now: with work and
+    without a step for too long, the stage is stalled (promise 9).
+    """
+
+    def __init__(
+        self, stage: str, step: Callable[[], Awaitable[bool]], runnable: Callable[[], bool]
+    ) -> None:
+        self._stage = stage
+        self._step = step
+        self._runnable = runnable
+        self._wake = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{stage}-engine")
+        self._task: asyncio.Task[None] | None = None
+        self._last_progress = time.monotonic()
+        self.in_step = False
+        self.steps = 0
+
+    def start(self) -> asyncio.Task[None]:
+        """The task ends only by `close`, or by a bug of ours, which it raises."""
+        self._task = asyncio.create_task(self._forever(), name=f"{self._stage} steps")
+        return self._task
+
+    def poke(self) -> None:
+        """Something changed: there may be work."""
+        self._wake.set()
+
+    async def run(self, work: Callable[[], Result], size: int) -> Result:
+        """Run one forward in the engine thread. `size` is for the metrics only.
+
+        Raises:
+            What `work` raises; it is counted as a failed step.
+        """
+        start = time.monotonic()
+        self.in_step = True
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except Exception:
+            metrics.STEP_FAILURES.labels(self._stage).inc()
+            raise
+        finally:
+            self.in_step = False
+            self.steps += 1
+            self._last_progress = time.monotonic()
+            metrics.STEPS.labels(self._stage).inc()
+            metrics.STEP_SECONDS.labels(self._stage).observe(self._last_progress - start)
+            metrics.STEP_SIZE.labels(self._stage).observe(size)
+
+    def stalled_for(self) -> float:
+        """Seconds since the last progress while there is work; 0 without work."""
+        if not (self.in_step or self._runnable()):
+            self._last_progress = time.monotonic()
+        return time.monotonic() - self._last_progress
+
+    async def close(self) -> None:
+        """Stop after the running step."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.to_thread(self._thread.shutdown, True)
+
+    async def _forever(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while await self._step():
+                await asyncio.sleep(0)  # streams get their turn between steps

@@ -1,0 +1,96 @@
+"""Streams of a stage: which are open, how one is read, how all are ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from epd.errors import EpdError, ErrorKind
+from epd.obs.logs import bind
+
+Message = TypeVar("Message")
+
+SETTLE_S = 0.02
+"""A cancelled RPC looks like a half-close first: gRPC reports the end of the
+messages, and cancels the handler a moment later. Only an end that is not followed
+by a cancellation within this time is a half-close, which releases memory. (Were it
+ever misread: the reader's checksums find overwritten bytes.)"""
+
+
+async def next_message(context: grpc.aio.ServicerContext[Message, Any]) -> Message | None:
+    """The client's next message; None when it has half-closed."""
+    message: Any = await context.read()  # type: ignore[no-untyped-call,unused-ignore]
+    if message is not grpc.aio.EOF:
+        return message  # type: ignore[no-any-return]
+    await asyncio.sleep(SETTLE_S)
+    return None
+
+
+class Streams:
+    """Open streams of one worker."""
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        self._open: dict[int, Callable[[EpdError], None]] = {}
+        self._next = 0
+        self._leaving = False
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @contextmanager
+    def open(self, request_id: str, fail: Callable[[EpdError], None]) -> Iterator[None]:
+        """Count a stream, and log its request's id inside. `fail` ends it early.
+
+        Raises:
+            EpdError: NOT_STARTED, the worker is leaving.
+        """
+        with bind(request_id):
+            if self._leaving:
+                raise EpdError(
+                    ErrorKind.NOT_STARTED, f"this {self._stage} worker is leaving", retry_after_s=1
+                )
+            key, self._next = self._next, self._next + 1
+            self._open[key] = fail
+            self._none_open.clear()
+            try:
+                yield
+            finally:
+                del self._open[key]
+                if not self._open:
+                    self._none_open.set()
+
+    def refuse_new(self) -> None:
+        self._leaving = True
+
+    async def finished(self, within_s: float) -> bool:
+        """Wait until no stream is open; False if some still are after `within_s`."""
+        try:
+            await asyncio.wait_for(self._none_open.wait(), within_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def fail_all(self, error: EpdError) -> None:
+        for fail in list(self._open.values()):
+            fail(error)
+
+
+class Stopwatch:
+    """Milliseconds since it was made."""
+
+    __slots__ = ("_start",)
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    @property
+    def ms(self) -> float:
+        return (time.monotonic() - self._start) * 1e3
