@@ -1,0 +1,151 @@
+"""Logits to tokens: the same code in prefill (first token) and decode.
+
+A row's token depends on that row and its request alone, never on the other rows of
+the batch. Order of operations: `SamplerState.adjust`, then logprobs are reported,
+then temperature, top-k, top-p, min-p, and the exponential race of `epd.sampling.noise`.
+
+Shapes: N rows, V vocabulary, C candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from epd.errors import EpdError, ErrorKind
+from epd.jobs import SampledToken, SamplingParams
+from epd.sampling.noise import exponential_noise, noise_key
+from epd.sampling.params import finish_reason, validate
+from epd.sampling.state import SamplerState
+
+__all__ = ["LOGPROB_FLOOR", "Sampler", "SamplerState", "finish_reason", "validate"]
+
+LOGPROB_FLOOR: Final = -9999.0
+"""Reported for what can't be sampled: JSON has no -inf."""
+
+GREEDY_BELOW: Final = 1e-5
+"""A temperature below this is greedy: dividing by it only overflows."""
+
+_SHORT_LIST: Final = 2048
+
+
+class Sampler:
+    """Samples rows of `vocab_size` logits."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    @torch.inference_mode()
+    def sample(
+        self, logits_NV: Tensor, states: Sequence[SamplerState]
+    ) -> list[SampledToken | EpdError]:
+        """The next token of each row's request; the states are not changed.
+
+        A row that can't be sampled (NaN or infinite logits, or nothing left to choose
+        from) gets an EpdError in its place; the other rows are not affected.
+        """
+        assert logits_NV.shape == (len(states), self.vocab_size)
+        if not states:
+            return []
+        best_values, best_ids = logits_NV.max(-1)
+        usable = torch.isfinite(best_values).tolist()  # max is NaN where any logit is
+        greedy_ids = best_ids.tolist()
+        return [
+            self._sample_row(logits_NV[row], greedy_ids[row], state) if usable[row] else _broken()
+            for row, state in enumerate(states)
+        ]
+
+    def _sample_row(
+        self, logits_V: Tensor, greedy_id: int, state: SamplerState
+    ) -> SampledToken | EpdError:
+        params = state.params
+        greedy = params.temperature < GREEDY_BELOW
+        if state.adjusts:
+            logits_V = state.adjust(logits_V)
+            best, index = logits_V.max(-1)
+            if not bool(torch.isfinite(best)):
+                return _nothing_left()
+            greedy_id = int(index)
+        chosen = greedy_id if greedy else draw(logits_V, params, state.num_output)
+        return _report(logits_V, chosen, params)
+
+
+def draw(logits_V: Tensor, params: SamplingParams, index: int) -> int:
+    """The `index`-th output token by temperature, filters and noise.
+
+    argmax over candidates of p / noise with Exp(1) noise picks id i with probability
+    p_i (the exponential race; the same as Gumbel-max on the logarithms).
+    """
+    ids_C, probabilities_C = candidates(logits_V, params)
+    noise_C = exponential_noise(noise_key(params.seed, params.choice, index), ids_C)
+    return int(ids_C[np.argmax(probabilities_C / noise_C)])
+
+
+def candidates(
+    logits_V: Tensor, params: SamplingParams
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Ids that can be drawn, and their probabilities [C] (not normalised).
+
+    The filters mean what transformers' TopK-, TopP- and MinPLogitsWarper mean: top-k
+    keeps ties of the k-th; top-p keeps the smallest set of most likely ids whose
+    probability reaches top_p; min-p keeps ids at least min_p times as likely as the best.
+    """
+    scaled_V = (logits_V - logits_V.max()) / params.temperature
+    keep_V = torch.isfinite(scaled_V)
+    if 0 < params.top_k < len(scaled_V):
+        keep_V &= scaled_V >= scaled_V.topk(params.top_k).values[-1]
+    ids_C = keep_V.nonzero()[:, 0]
+    p_C = scaled_V[ids_C].double().exp()
+    if params.top_p < 1.0:
+        inside = _top_p(p_C, params.top_p)
+        ids_C, p_C = ids_C[inside], p_C[inside]
+    if params.min_p > 0.0:
+        likely = p_C >= params.min_p * p_C.max()
+        ids_C, p_C = ids_C[likely], p_C[likely]
+    return ids_C.cpu().numpy(), p_C.cpu().numpy()
+
+
+def _top_p(p_C: Tensor, top_p: float) -> Tensor:
+    """Indices of the smallest set of most likely ids that reaches `top_p`, at least one.
+
+    Of equally likely ids the lower ones first. Sorts a short list of the best where
+    that is enough: sorting a whole vocabulary costs tens of milliseconds.
+    """
+    wanted = top_p * p_C.sum()
+    best = torch.arange(len(p_C), device=p_C.device)
+    if len(p_C) > _SHORT_LIST:
+        threshold = p_C.topk(_SHORT_LIST).values[-1]
+        short = (p_C >= threshold).nonzero()[:, 0]
+        best = short if bool(p_C[short].sum() >= wanted) else best
+    sorted_C, order = p_C[best].sort(descending=True, stable=True)
+    before_C = sorted_C.cumsum(0) - sorted_C
+    return best[order[: max(1, int((before_C < wanted).sum()))]]
+
+
+def _report(logits_V: Tensor, chosen: int, params: SamplingParams) -> SampledToken:
+    """With logprobs after penalties and bias, before temperature."""
+    if not params.logprobs:
+        return SampledToken(chosen)
+    logprobs_V = logits_V.double().log_softmax(-1).clamp(min=LOGPROB_FLOOR)
+    top: tuple[tuple[int, float], ...] = ()
+    if params.top_logprobs:
+        values, ids = logprobs_V.topk(min(params.top_logprobs, len(logprobs_V)))
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return SampledToken(chosen, float(logprobs_V[chosen]), top)
+
+
+def _broken() -> EpdError:
+    return EpdError(ErrorKind.INTERNAL, "the model's logits are not finite numbers")
+
+
+def _nothing_left() -> EpdError:
+    return EpdError(
+        ErrorKind.INVALID_REQUEST,
+        "penalties, logit_bias and min_tokens leave no token to sample",
+        param="logit_bias",
+    )
