@@ -105,7 +105,7 @@ def _split_parameters(model: Any) -> tuple[list[torch.nn.Parameter], list[torch.
 
 def schedule(step: int, steps: int, decay: int) -> tuple[float, float]:
     """(heat, fading) of a step: a warm-up, then constant, then linear to nothing."""
-    remaining = min(1.0, (steps - step) / decay)
+    remaining = min(1.0, (steps - step) / max(1, decay))
     return min((step + 1) / WARMUP_STEPS, remaining), remaining
 
 
@@ -167,7 +167,7 @@ class Report:
             self._sums, self._count = [0.0, 0.0], 0
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the demo model.")
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of the checkpoint")
@@ -181,7 +181,7 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=1)
     add("--save-every", type=int, default=250)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from demo.evaluate import Case, Model, blank, sample_cases, with_pictures
 from demo.model import PaddedVisionAttention, train_forward
 from demo.rows import RowEncoder, collate, random_row
 from demo.samples import HERE
-from demo.train import BatchSource, schedule
+from demo.train import BatchSource, parse_args, schedule, train
 from demo.vision import MAX_PIXELS, MERGE, MIN_PIXELS, PATCH, patchify
 
 CHECKPOINT = HERE / "checkpoint"
@@ -110,3 +110,16 @@ def test_schedule_warms_up_stays_and_falls():
     assert schedule(900, 1000, 200) == (0.5, 0.5)
     # How long a run is may be decided late: until the decay, the schedule doesn't know it.
     assert schedule(500, 1000, 200) == schedule(500, 100_000, 200)
+
+
+def test_a_resumed_run_gives_the_same_weights(tmp_path):
+    def weights(name: str, *arguments: str) -> bytes:
+        common = ["--init", str(CHECKPOINT), "--out", str(tmp_path / name), "--batch", "2"]
+        train(parse_args([*common, *arguments]))
+        return (tmp_path / name / "model.safetensors").read_bytes()
+
+    whole = weights("whole", "--steps", "4", "--decay", "1")
+    # Interrupted before anyone had decided how long the run would be.
+    weights("parts", "--steps", "2", "--decay", "0", "--save-every", "2")
+    state = str(tmp_path / "parts.state.pt")
+    assert weights("parts", "--steps", "4", "--decay", "1", "--resume", state) == whole
