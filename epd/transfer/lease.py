@@ -1,0 +1,139 @@
+"""The owner's side of a hand-off: bytes stay pinned while a stream is open.
+
+    announce ---> open --- release (clean end) ------------------> freed at once
+                   |
+                   +------ lost (contact lost) --> quarantined --> freed by sweep(now)
+
+A lost reader may still be reading (promise 2), so its bytes wait for the read
+deadline plus a margin. Bytes that were never announced are none of this file's
+business: whoever allocated them frees them at once.
+
+Pure: time comes from outside, and memory is known only by a `free` callback.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from epd.errors import EpdError, ErrorKind
+
+
+class LeaseState(StrEnum):
+    OPEN = "open"
+    QUARANTINED = "quarantined"
+    FREED = "freed"
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Announced bytes of one stream. Made and ended by its `LeaseTable` only."""
+
+    key: str
+    """Request id, for logs."""
+    nbytes: int = 0
+    state: LeaseState = LeaseState.OPEN
+    _frees: list[Callable[[], None]] = field(default_factory=list)
+
+
+class LeaseTable:
+    """All leases of one worker.
+
+    `hold_s` is read deadline plus margin; `max_quarantined` caps the bytes that
+    lost readers can withhold: above it, new announcements are refused.
+    """
+
+    def __init__(self, hold_s: float, max_quarantined: int) -> None:
+        self.hold_s = hold_s
+        self.max_quarantined = max_quarantined
+        self._open: set[Lease] = set()
+        self._quarantined: list[tuple[float, int, Lease]] = []  # heap by end of quarantine
+        self._order = itertools.count()
+        self._quarantined_bytes = 0
+
+    def announce(self, key: str, nbytes: int, free: Callable[[], None]) -> Lease:
+        """Open a lease on bytes that a reader is about to be told of.
+
+        `free` is called exactly once, from `release` or `sweep`.
+
+        Raises:
+            EpdError: OVERLOADED, too much memory waits for lost readers; `free`
+                is not called, the bytes are still the caller's.
+        """
+        if self._quarantined_bytes >= self.max_quarantined:
+            raise EpdError(
+                ErrorKind.OVERLOADED,
+                f"{self._quarantined_bytes} bytes wait for lost readers "
+                f"(limit {self.max_quarantined})",
+                retry_after_s=self.hold_s,
+            )
+        lease = Lease(key)
+        self._open.add(lease)
+        self.extend(lease, nbytes, free)
+        return lease
+
+    def extend(self, lease: Lease, nbytes: int, free: Callable[[], None]) -> None:
+        """Put more announced bytes under an open lease (KV of a later chunk)."""
+        assert lease.state is LeaseState.OPEN, lease
+        lease.nbytes += nbytes
+        lease._frees.append(free)
+
+    def release(self, lease: Lease) -> None:
+        """The reader said that it is done: the bytes are reusable now."""
+        self._close(lease)
+        self._free(lease)
+
+    def lost(self, lease: Lease, now: float) -> None:
+        """Contact was lost: keep the bytes until no read can be under way."""
+        self._close(lease)
+        lease.state = LeaseState.QUARANTINED
+        self._quarantined_bytes += lease.nbytes
+        heapq.heappush(self._quarantined, (now + self.hold_s, next(self._order), lease))
+
+    def sweep(self, now: float) -> int:
+        """Free what has waited long enough; returns the number of bytes freed."""
+        freed = 0
+        while self._quarantined and self._quarantined[0][0] <= now:
+            _, _, lease = heapq.heappop(self._quarantined)
+            self._quarantined_bytes -= lease.nbytes
+            freed += lease.nbytes
+            self._free(lease)
+        return freed
+
+    @property
+    def next_sweep(self) -> float | None:
+        """When `sweep` next has something to free; None: nothing waits."""
+        return self._quarantined[0][0] if self._quarantined else None
+
+    @property
+    def open_count(self) -> int:
+        return len(self._open)
+
+    @property
+    def open_bytes(self) -> int:
+        return sum(lease.nbytes for lease in self._open)
+
+    @property
+    def quarantined_bytes(self) -> int:
+        return self._quarantined_bytes
+
+    def check_integrity(self) -> None:
+        """Assert that states, sums and places agree."""
+        waiting = [lease for _, _, lease in self._quarantined]
+        assert all(lease.state is LeaseState.OPEN for lease in self._open)
+        assert all(lease.state is LeaseState.QUARANTINED for lease in waiting)
+        assert self._quarantined_bytes == sum(lease.nbytes for lease in waiting)
+        assert all(lease._frees for lease in [*self._open, *waiting])
+
+    def _close(self, lease: Lease) -> None:
+        assert lease in self._open, f"lease {lease.key} is {lease.state}"
+        self._open.remove(lease)
+
+    def _free(self, lease: Lease) -> None:
+        lease.state = LeaseState.FREED
+        frees, lease._frees = lease._frees, []
+        for free in frees:
+            free()
