@@ -32,7 +32,7 @@ import httpx
 import psutil
 from PIL import Image, ImageDraw
 
-_WORDS = [
+_WORDS = (
     "time",
     "year",
     "people",
@@ -40,28 +40,11 @@ _WORDS = [
     "day",
     "man",
     "thing",
-    "woman",
     "life",
     "child",
     "world",
     "school",
-    "state",
-    "family",
-    "student",
-    "group",
-    "country",
-    "problem",
-    "hand",
-    "part",
-    "place",
-    "case",
-    "week",
-    "company",
-    "system",
-    "program",
-    "question",
-    "work",
-]
+)
 
 
 @dataclass(frozen=True, slots=True)
