@@ -1,0 +1,207 @@
+"""The supervisor with stand-in stages: starting, failing, restarting, stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from epd import child as child_module
+from epd.config import load_config
+from epd.supervisor import Supervisor
+
+STAND_IN = """
+import http.server, json, os, signal, sys, time
+role, mode = sys.argv[1], os.environ.get("MODE_" + sys.argv[1].upper(), "")
+settings = dict(s.split("=", 1) for s in sys.argv[2:] if "=" in s)
+if mode == "fail":
+    print("Traceback: long story", file=sys.stderr)
+    sys.exit(f"epd {role}: the weights are missing")
+if mode == "silent":
+    time.sleep(60)
+if mode == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *arguments): pass
+if role == "gateway":
+    port = int(settings.get("gateway.http_port", 0))
+    http.server.HTTPServer.allow_reuse_address = True
+    server = http.server.HTTPServer(("127.0.0.1", port), Ready)
+    at = f"127.0.0.1:{server.server_port}"
+    print("READY " + json.dumps(dict(stage=role, pid=os.getpid(), http=at, grpc=at, membership=at)), flush=True)
+    server.serve_forever()
+assert settings["worker.gateways"]
+print("READY " + json.dumps(dict(stage=role, pid=os.getpid(), address="a:1", metrics=None)), flush=True)
+print("working", flush=True)
+while True: time.sleep(60)
+"""
+
+Make = Callable[..., Supervisor]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """``make(**{"serve.encode": 2})``: a supervisor of stand-ins."""
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+
+    def command_line(role: str, settings: Mapping[str, str]) -> list[str]:
+        return [sys.executable, str(script), role, *(f"{k}={v}" for k, v in settings.items())]
+
+    monkeypatch.setattr(child_module, "command_line", command_line)
+
+    def supervisor(**flags: object) -> Supervisor:
+        defaults = {"worker.grace_s": 0.0, "serve.backoff_s": 0.05, "model.path": "/m"}
+        return Supervisor(load_config(None, defaults | flags, {}))
+
+    return supervisor
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        await asyncio.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_starts_all_shows_them_and_stops_all(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    supervisor = make(**{"serve.encode": 2, "serve.decode": 3})
+    serving = asyncio.create_task(supervisor.serve())
+    shown = ""
+
+    def says_serving() -> bool:
+        nonlocal shown
+        shown += capsys.readouterr().out
+        return "Ctrl-C stops" in shown
+
+    await until(says_serving)
+    pids = [child.report["pid"] for child in supervisor.children]
+    assert len(set(pids)) == 7
+    for name in ("gateway", "encode-1", "prefill-0", "decode-2"):
+        assert name in shown
+    supervisor.stop()
+    assert await serving == 0
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.parametrize("role", ["gateway", "decode"])
+async def test_a_stage_that_cannot_start_ends_all_with_its_reason(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], role: str
+) -> None:
+    monkeypatch.setenv(f"MODE_{role.upper()}", "fail")
+    supervisor = make()
+    assert await supervisor.serve() == 1
+    (reason,) = [line for line in capsys.readouterr().err.splitlines() if "can't start" in line]
+    assert role in reason
+    assert "exit code 1" in reason
+    assert reason.endswith(": the weights are missing")
+    assert not any(child.running for child in supervisor.children)
+
+
+async def test_a_stage_that_never_gets_ready_has_failed(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MODE_PREFILL", "silent")
+    supervisor = make(**{"serve.start_timeout_s": 1.5})
+    assert await supervisor.serve() == 1
+    assert "prefill-0: not ready after 1.5 s" in capsys.readouterr().err
+    assert not any(child.running for child in supervisor.children)
+
+
+async def test_a_dead_worker_and_a_dead_gateway_come_back(make: Make) -> None:
+    supervisor = make()
+    serving = asyncio.create_task(supervisor.serve())
+    await until(lambda: all(child.ready.is_set() for child in supervisor.children))
+    await asyncio.sleep(0.3)
+    where = supervisor.gateway.report["http"]
+    for child in (supervisor.workers[0], supervisor.gateway):
+        before = child.report["pid"]
+        os.kill(before, signal.SIGKILL)
+        await until(lambda c=child, b=before: c.ready.is_set() and c.report["pid"] != b)
+    assert supervisor.gateway.report["http"] == where
+    supervisor.stop()
+    assert await serving == 0
+
+
+async def test_without_restart_a_dead_worker_stays_dead(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    supervisor = make(**{"serve.restart": False})
+    serving = asyncio.create_task(supervisor.serve())
+    await until(lambda: "Ctrl-C stops" in capsys.readouterr().out)
+    os.kill(supervisor.workers[0].report["pid"], signal.SIGKILL)
+    await until(lambda: "ended: encode-0 (SIGKILL)" in capsys.readouterr().err)
+    assert not supervisor.workers[0].running
+    supervisor.stop()
+    assert await serving == 0
+
+
+async def test_a_stubborn_process_is_killed_and_reported(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("epd.supervisor._KILL_MARGIN_S", 0.3)
+    monkeypatch.setenv("MODE_DECODE", "stubborn")
+    supervisor = make()
+    serving = asyncio.create_task(supervisor.serve())
+    await until(lambda: all(child.ready.is_set() for child in supervisor.children))
+    await asyncio.sleep(0.3)
+    supervisor.stop()
+    assert await serving == 1
+    captured = capsys.readouterr()
+    assert "decode-0 did not stop in time: killed" in captured.err
+    assert "1 by force" in captured.out
+    assert not any(child.running for child in supervisor.children)
+
+
+def test_children_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    """A parent that is killed outright takes its children along."""
+    import subprocess
+
+    root = Path(__file__).resolve().parents[2]
+    inner = "from epd.lifetime import *; die_with_expected_parent(); print('up', flush=True); import time; time.sleep(60)"
+    outer = (
+        "import os, subprocess, sys, time\n"
+        "from epd.lifetime import expect_parent\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {inner!r}], env=expect_parent(dict(os.environ)), stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", outer], cwd=root, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    grandchild = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while _runs(grandchild):
+        assert time.monotonic() < deadline, "the child lives on"
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    """True unless gone, or dead and merely not yet collected by init."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
