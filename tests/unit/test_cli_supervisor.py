@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,8 +19,23 @@ from epd.supervisor import Supervisor
 
 STAND_IN = """
 import http.server, json, os, signal, sys, time
-role, mode = sys.argv[1], os.environ.get("MODE_" + sys.argv[1].upper(), "")
-settings = dict(s.split("=", 1) for s in sys.argv[2:] if "=" in s)
+
+role = sys.argv[1]
+mode = os.environ.get("MODE_" + role.upper(), "")
+settings = dict(setting.split("=", 1) for setting in sys.argv[2:])
+
+def ready(**addresses):
+    report = {"stage": role, "pid": os.getpid()} | addresses
+    print("READY " + json.dumps(report), flush=True)
+
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
 if mode == "fail":
     print("Traceback: long story", file=sys.stderr)
     sys.exit(f"epd {role}: the weights are missing")
@@ -27,21 +43,17 @@ if mode == "silent":
     time.sleep(60)
 if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-class Ready(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers()
-    def log_message(self, *arguments): pass
 if role == "gateway":
     port = int(settings.get("gateway.http_port", 0))
-    http.server.HTTPServer.allow_reuse_address = True
     server = http.server.HTTPServer(("127.0.0.1", port), Ready)
     at = f"127.0.0.1:{server.server_port}"
-    print("READY " + json.dumps(dict(stage=role, pid=os.getpid(), http=at, grpc=at, membership=at)), flush=True)
+    ready(http=at, grpc=at, membership=at)
     server.serve_forever()
 assert settings["worker.gateways"]
-print("READY " + json.dumps(dict(stage=role, pid=os.getpid(), address="a:1", metrics=None)), flush=True)
+ready(address="a:1", metrics=None)
 print("working", flush=True)
-while True: time.sleep(60)
+while True:
+    time.sleep(60)
 """
 
 Make = Callable[..., Supervisor]
@@ -171,29 +183,38 @@ async def test_a_stubborn_process_is_killed_and_reported(
     assert not any(child.running for child in supervisor.children)
 
 
-def test_children_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
-    """A parent that is killed outright takes its children along."""
-    import subprocess
+CHILD = """
+import time
+from epd.lifetime import die_with_expected_parent
+die_with_expected_parent()
+print("up", flush=True)
+time.sleep(60)
+"""
 
+PARENT = """
+import os, subprocess, sys, time
+from epd.lifetime import expect_parent
+child = subprocess.Popen(
+    [sys.executable, "-c", sys.argv[1]],
+    env=expect_parent(dict(os.environ)),
+    stdout=subprocess.PIPE,
+)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_children_do_not_outlive_a_killed_parent() -> None:
     root = Path(__file__).resolve().parents[2]
-    inner = "from epd.lifetime import *; die_with_expected_parent(); print('up', flush=True); import time; time.sleep(60)"
-    outer = (
-        "import os, subprocess, sys, time\n"
-        "from epd.lifetime import expect_parent\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {inner!r}], env=expect_parent(dict(os.environ)), stdout=subprocess.PIPE)\n"
-        "child.stdout.readline()\n"
-        "print(child.pid, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", outer], cwd=root, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", PARENT, CHILD]
+    parent = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    grandchild = int(parent.stdout.readline())
+    child = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 10
-    while _runs(grandchild):
+    while _runs(child):
         assert time.monotonic() < deadline, "the child lives on"
         time.sleep(0.02)
 
