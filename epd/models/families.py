@@ -58,6 +58,29 @@ def image_key(family: str, images_in_request: int) -> int:
     return LONE if images_in_request <= 1 else ONE_OF_SEVERAL
 
 
+def grid_of_size(image_processor: Any, width: int, height: int) -> tuple[int, int, int] | None:
+    """Patch grid (t, h, w) by the image processor's own rule, or None where it has no rule.
+
+    Qwen's makes up to 300 MB of patches of a blank picture only to count them.
+
+    Raises:
+        ValueError: the processor takes no picture of this size.
+    """
+    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen
+
+    if type(image_processor) is not qwen.Qwen2VLImageProcessorPil or not image_processor.do_resize:
+        return None
+    patch, size = image_processor.patch_size, image_processor.size
+    resized_height, resized_width = qwen.smart_resize(
+        height,
+        width,
+        factor=patch * image_processor.merge_size,
+        min_pixels=size["shortest_edge"],
+        max_pixels=size["longest_edge"],
+    )
+    return 1, resized_height // patch, resized_width // patch
+
+
 def batch_order(family: str, images: Sequence[Prepared]) -> list[int]:
     """Order in which pictures enter one forward: `collate` needs the lone ones first."""
     if family not in LONE_IMAGE_IS_TILED:

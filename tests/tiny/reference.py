@@ -18,8 +18,9 @@ from epd.models.processor import load_hf_processor
 class Reference:
     """What transformers answers to one conversation.
 
-    `logits` [len(ids), vocab] are teacher-forced: row i is for choosing `ids[i]`, raw
-    (before penalties), from one forward over prompt and answer.
+    `logits` [len(ids), vocab] are generate()'s own: row i is for choosing `ids[i]`, raw
+    (before penalties). A second forward over prompt and answer would not do: an answer
+    may hold the image placeholder id, for which no image exists.
     """
 
     ids: list[int]
@@ -86,20 +87,9 @@ def reference_generate(
     model, _ = load_reference(path)
     inputs = reference_inputs(path, messages, images)
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, **generation}
-    sequence = model.generate(**inputs, **options)[0]
-    prompt_length = inputs["input_ids"].shape[1]
-    ids = sequence[prompt_length:].tolist()
-    logits = _teacher_forced(model, inputs, sequence[None, :-1], prompt_length)
-    return Reference(ids, inputs["input_ids"][0].tolist(), logits)
-
-
-def _teacher_forced(model: Any, inputs: Any, ids: torch.Tensor, prompt_length: int) -> torch.Tensor:
-    forced = dict(inputs)
-    new = ids.shape[1] - prompt_length
-    forced["input_ids"] = ids
-    forced["attention_mask"] = torch.ones_like(ids)
-    if "mm_token_type_ids" in forced:
-        kinds = forced["mm_token_type_ids"]
-        forced["mm_token_type_ids"] = torch.nn.functional.pad(kinds, (0, new))
-    keep = torch.arange(prompt_length - 1, ids.shape[1])
-    return model(**forced, use_cache=False, logits_to_keep=keep).logits[0].float()
+    output = model.generate(
+        **inputs, **options, return_dict_in_generate=True, output_logits=True
+    )
+    prompt_ids = inputs["input_ids"][0].tolist()
+    ids = output.sequences[0, len(prompt_ids) :].tolist()
+    return Reference(ids, prompt_ids, torch.cat(output.logits).float())
