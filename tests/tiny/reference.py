@@ -87,9 +87,7 @@ def reference_generate(
     model, _ = load_reference(path)
     inputs = reference_inputs(path, messages, images)
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, **generation}
-    output = model.generate(
-        **inputs, **options, return_dict_in_generate=True, output_logits=True
-    )
+    output = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
     prompt_ids = inputs["input_ids"][0].tolist()
     ids = output.sequences[0, len(prompt_ids) :].tolist()
     return Reference(ids, prompt_ids, torch.cat(output.logits).float())
