@@ -169,11 +169,11 @@ def token_from_proto(message: pb.Token) -> SampledToken:
     )
 
 
-def finish_to_proto(reason: FinishReason | None) -> pb.FinishReason:
+def finish_to_proto(reason: FinishReason | None) -> pb.FinishReason.ValueType:
     return pb.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_TO_PROTO[reason]
 
 
-def finish_from_proto(value: pb.FinishReason) -> FinishReason | None:
+def finish_from_proto(value: pb.FinishReason.ValueType) -> FinishReason | None:
     """None for UNSPECIFIED: the output goes on."""
     return _FINISH_FROM_PROTO.get(value)
 

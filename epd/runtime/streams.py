@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,9 +12,12 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from epd.errors import EpdError, ErrorKind
-from epd.obs.logs import bind
+from epd.obs.logs import bind, request_id
+from epd.rpc.status import internal
+from epd.runtime.mailbox import Mailbox
 
 Message = TypeVar("Message")
+logger = logging.getLogger(__name__)
 
 SETTLE_S = 0.02
 """A cancelled RPC looks like a half-close first: gRPC reports the end of the
@@ -31,6 +35,25 @@ async def next_message(context: grpc.aio.ServicerContext[Message, Any]) -> Messa
     return None
 
 
+async def read_into(
+    mailbox: Mailbox[Any],
+    context: grpc.aio.ServicerContext[Message, Any],
+    on_message: Callable[[Message], None],
+    on_half_close: Callable[[], None],
+) -> None:
+    """Hand the client's messages to the worker; a fault ends the stream through
+    `mailbox`, which the servicer is writing from."""
+    try:
+        while (message := await next_message(context)) is not None:
+            on_message(message)
+        on_half_close()
+    except EpdError as error:
+        mailbox.close(error)
+    except Exception:
+        logger.exception("reading a stream raised")
+        mailbox.close(internal(request_id()))
+
+
 class Streams:
     """Open streams of one worker."""
 
@@ -46,13 +69,13 @@ class Streams:
         return len(self._open)
 
     @contextmanager
-    def open(self, request_id: str, fail: Callable[[EpdError], None]) -> Iterator[None]:
+    def open(self, request: str, fail: Callable[[EpdError], None]) -> Iterator[None]:
         """Count a stream, and log its request's id inside. `fail` ends it early.
 
         Raises:
             EpdError: NOT_STARTED, the worker is leaving.
         """
-        with bind(request_id):
+        with bind(request):
             if self._leaving:
                 raise EpdError(
                     ErrorKind.NOT_STARTED, f"this {self._stage} worker is leaving", retry_after_s=1

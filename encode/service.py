@@ -1,0 +1,83 @@
+"""Encode.Run: translates between protobuf and the worker, nothing else.
+
+job -> Accepted -> ItemReady -> half-close (released) | loss (quarantined)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc.aio
+
+from encode.worker import EncodeWorker, Ticket
+from epd.errors import EpdError, ErrorKind, invalid
+from epd.rpc.convert import handle_to_proto, timing_to_proto
+from epd.rpc.jobs import ModelFacts, encode_job_from_proto
+from epd.runtime.streams import next_message
+from protos.epd.v1 import encode_pb2 as pb
+from protos.epd.v1 import encode_pb2_grpc
+
+Context = grpc.aio.ServicerContext[pb.EncodeRequest, pb.EncodeEvent]
+
+
+class EncodeService(encode_pb2_grpc.EncodeServicer):
+    def __init__(self, worker: EncodeWorker, facts: ModelFacts) -> None:
+        self._worker = worker
+        self._facts = facts
+
+    async def Run(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.EncodeRequest], context: Context
+    ) -> None:
+        first = await next_message(context)
+        if first is None or not first.HasField("job"):
+            raise invalid("the first message must hold a job", "job")
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with self._worker.streams.open(first.job.request_id, _failing(failed)):
+            ticket = self._worker.submit(encode_job_from_proto(first.job, self._facts))
+            clean = False
+            try:
+                clean = await self._serve(ticket, failed, context)
+            finally:
+                self._worker.close(ticket, clean=clean)
+
+    async def _serve(self, ticket: Ticket, failed: asyncio.Future[None], context: Context) -> bool:
+        """True when the reader has said that it is done with the rows."""
+        depth = ticket.queue_depth
+        await context.write(pb.EncodeEvent(accepted=pb.EncodeAccepted(queue_depth=depth)))
+        ended = asyncio.create_task(_half_close(context))
+        try:
+            await _first_of(ticket.finished, ended, failed)
+            if not ticket.finished.done():
+                raise EpdError(ErrorKind.CANCELLED, "half-closed before ItemReady")
+            handle = handle_to_proto(self._worker.announce(ticket))
+            ready = pb.ItemReady(
+                index=ticket.job.item.index, handle=handle, timing=timing_to_proto(ticket.timing)
+            )
+            await context.write(pb.EncodeEvent(ready=ready))
+            await _first_of(ended, failed)
+            return True
+        finally:
+            ended.cancel()
+
+
+def _failing(failed: asyncio.Future[None]) -> Callable[[EpdError], None]:
+    def fail(error: EpdError) -> None:
+        if not failed.done():
+            failed.set_exception(error)
+
+    return fail
+
+
+async def _half_close(context: Context) -> None:
+    """Wait for the client's half-close; it has nothing else to say after its job."""
+    if await next_message(context) is not None:
+        raise invalid("only one message is expected", "job")
+
+
+async def _first_of(*futures: asyncio.Future[None]) -> None:
+    """Wait until one is done; raise its error if it has one."""
+    done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+    for future in futures:
+        if future in done:
+            future.result()
