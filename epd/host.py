@@ -46,16 +46,21 @@ def run_stage(role: str, config: Config) -> int:
 
 def _serve_of(role: str) -> Serve:
     if role == "encode":
-        from encode.main import serve
-    elif role == "prefill":
-        from prefill.main import serve
-    elif role == "decode":
-        from decode.main import serve
-    elif role == GATEWAY:
-        from gateway.main import serve
-    else:
-        raise AssertionError(f"no such role: {role}")
-    return serve
+        import encode.main
+
+        return encode.main.serve
+    if role == "prefill":
+        import prefill.main
+
+        return prefill.main.serve
+    if role == "decode":
+        import decode.main
+
+        return decode.main.serve
+    assert role == GATEWAY, f"no such role: {role}"
+    import gateway.main
+
+    return gateway.main.serve
 
 
 def _prepare_environment(threads: int) -> None:

@@ -1,0 +1,1 @@
+"""Demonstration and measurements: run from a checkout, not part of the wheel."""

@@ -1,0 +1,329 @@
+"""A service of real processes for tests: start it, hurt it, look inside, prove it is clean.
+
+`Cluster` starts the stages as an operator would (``python -m epd.cli <role>``), each with its
+own log file, and keeps what their READY lines say. `assert_clean` is the promise that every
+test ends on: no block, lease, stream or task is left in any process.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from epd.child import READY_PREFIX, command_line
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO_CHECKPOINT = ROOT / "demo" / "checkpoint"
+GATEWAY, STAGES = "gateway", ("encode", "prefill", "decode")
+
+START_LIMIT_S = 120.0
+IDLE_LIMIT_S = 15.0
+
+MUST_BE_ZERO = {
+    "gateway": ("inflight",),
+    "encode": ("running", "waiting", "leases_open", "arena_used_bytes"),
+    "prefill": ("running", "waiting", "leases_open", "kv_blocks_used", "landing_used_bytes"),
+    "decode": ("running", "waiting", "kv_blocks_used", "parked_reads"),
+}
+"""What /debug/state of an idle process shows as 0 (cached, unreferenced blocks don't count)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An HTTP answer, read to its end."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    seconds: float
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        error = self.json["error"]
+        assert isinstance(error, dict)
+        return error
+
+
+def request(
+    address: str, path: str, body: Any = None, timeout_s: float = 60.0, raw: bytes | None = None
+) -> Reply:
+    """GET, or POST when there is a body; never raises for a status."""
+    started = time.monotonic()
+    connection = http.client.HTTPConnection(address, timeout=timeout_s)
+    data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+    method = "GET" if data is None else "POST"
+    try:
+        connection.request(method, path, data, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        content = response.read()
+        headers = {key.lower(): value for key, value in response.getheaders()}
+        return Reply(response.status, headers, content, time.monotonic() - started)
+    finally:
+        connection.close()
+
+
+@dataclass(eq=False)
+class Worker:
+    """One process of the cluster, over its restarts."""
+
+    role: str
+    index: int
+    settings: dict[str, str]
+    environ: dict[str, str]
+    log: Path
+    process: subprocess.Popen[str] | None = None
+    report: dict[str, Any] = field(default_factory=dict)
+    _lines: queue.Queue[str | None] = field(default_factory=queue.Queue)
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def launch(self) -> None:
+        self._lines = queue.Queue()
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                command_line(self.role, self.settings),
+                cwd=ROOT,
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                process_group=0,
+            )
+        threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def until_ready(self) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"{self.role} is not ready:\n{self.last_words()}") from None
+            if line is None:
+                raise AssertionError(f"{self.role} ended:\n{self.last_words()}")
+            if line.startswith(READY_PREFIX):
+                self.report = json.loads(line.removeprefix(READY_PREFIX))
+                return
+
+    def last_words(self) -> str:
+        return "\n".join(self.log.read_text().splitlines()[-30:])
+
+    def send(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def end(self, number: int = signal.SIGTERM, limit_s: float = 20.0) -> int:
+        """Signal and wait; returns the exit code."""
+        assert self.process is not None
+        self.send(number)
+        return self.process.wait(limit_s)
+
+    def debug_state(self) -> dict[str, Any]:
+        address = self.report["http" if self.role == GATEWAY else "metrics"]
+        reply = request(address, "/debug/state", timeout_s=10)
+        assert reply.status == 200, reply
+        state = reply.json
+        assert isinstance(state, dict)
+        return state
+
+    def metrics(self) -> str:
+        address = self.report["http" if self.role == GATEWAY else "metrics"]
+        return request(address, "/metrics", timeout_s=10).body.decode()
+
+
+class Cluster:
+    """Gateway and any number of workers on loopback, on free ports.
+
+    Args:
+        checkpoint: folder of the model.
+        counts: processes of each stage; default one each.
+        settings: configuration for all, as ``--set`` takes it.
+        environ: additional environment by role (``{"encode": {"EPD_FAULTS": ...}}``).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        checkpoint: Path = DEMO_CHECKPOINT,
+        counts: Mapping[str, int] | None = None,
+        settings: Mapping[str, object] | None = None,
+        environ: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._settings = {"model.path": str(checkpoint), "log.level": "info"} | {
+            key: str(value) for key, value in (settings or {}).items()
+        }
+        self._environ = environ or {}
+        counts = dict.fromkeys(STAGES, 1) | dict(counts or {})
+        ports = ("http_port", "grpc_port", "membership_port")
+        self.gateway = self._worker(GATEWAY, 0, {f"gateway.{port}": "0" for port in ports})
+        self.workers = [
+            self._worker(stage, index, {}) for stage in STAGES for index in range(counts[stage])
+        ]
+
+    def _worker(self, role: str, index: int, settings: dict[str, str]) -> Worker:
+        environ = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(self._environ.get(role, {}))
+        log = self._folder / f"{role}-{index}.log"
+        return Worker(role, index, self._settings | settings, environ, log)
+
+    @property
+    def members(self) -> list[Worker]:
+        return [self.gateway, *self.workers]
+
+    @property
+    def pids(self) -> list[int]:
+        return [member.pid for member in self.members]
+
+    @property
+    def address(self) -> str:
+        """ "host:port" of the HTTP API."""
+        return str(self.gateway.report["http"])
+
+    @property
+    def base_url(self) -> str:
+        """What OpenAI's clients take."""
+        return f"http://{self.address}/v1"
+
+    @property
+    def grpc_address(self) -> str:
+        return str(self.gateway.report["grpc"])
+
+    @property
+    def model(self) -> str:
+        return str(request(self.address, "/v1/models").json["data"][0]["id"])
+
+    def worker(self, role: str, index: int = 0) -> Worker:
+        return next(m for m in self.members if m.role == role and m.index == index)
+
+    def start(self) -> Cluster:
+        """Start all; returns when the gateway says that every stage has its workers."""
+        self.gateway.launch()
+        self.gateway.until_ready()
+        for worker in self.workers:
+            worker.settings["worker.gateways"] = self.gateway.report["membership"]
+            worker.launch()
+        with ThreadPoolExecutor(max(1, len(self.workers))) as pool:
+            list(pool.map(Worker.until_ready, self.workers))
+        self.until_serving()
+        return self
+
+    def until_serving(self, limit_s: float = 30.0) -> None:
+        deadline = time.monotonic() + limit_s
+        while (reply := request(self.address, "/ready", timeout_s=10)).status != 200:
+            assert time.monotonic() < deadline, f"not ready: {reply.body.decode()}"
+            time.sleep(0.05)
+
+    def restart(self, role: str, index: int = 0) -> Worker:
+        """Start a worker that has ended again; returns when the gateway uses it."""
+        worker = self.worker(role, index)
+        assert not worker.alive, f"{role} still runs"
+        worker.launch()
+        worker.until_ready()
+        self.until_serving()
+        return worker
+
+    @contextmanager
+    def paused(self, role: str, index: int = 0) -> Iterator[Worker]:
+        """A process that is stopped (SIGSTOP): its connections live, it answers nothing."""
+        worker = self.worker(role, index)
+        worker.send(signal.SIGSTOP)
+        try:
+            yield worker
+        finally:
+            worker.send(signal.SIGCONT)
+
+    def chat(self, body: Mapping[str, Any], timeout_s: float = 60.0) -> Reply:
+        """POST /v1/chat/completions with the served model unless the body names one."""
+        return request(
+            self.address, "/v1/chat/completions", {"model": self.model} | dict(body), timeout_s
+        )
+
+    def unclean(self) -> list[str]:
+        """What is not idle right now, by process."""
+        found = []
+        for member in self.members:
+            if not member.alive:
+                continue
+            state = member.debug_state()
+            for key in MUST_BE_ZERO[member.role]:
+                if state.get(key) != 0:
+                    found.append(f"{member.role}-{member.index}: {key} is {state.get(key)}")
+            if state.get("integrity", "ok") != "ok":
+                found.append(f"{member.role}-{member.index}: {state['integrity']}")
+        return found
+
+    def assert_clean(self, limit_s: float = IDLE_LIMIT_S) -> None:
+        """No block, lease, stream or task is left anywhere, at the latest after `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        while found := self.unclean():
+            assert time.monotonic() < deadline, "left over: " + "; ".join(found)
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """SIGTERM to all that live; every one must end by itself, and leave no process."""
+        family = [
+            child
+            for member in self.members
+            if member.alive
+            for child in psutil.Process(member.pid).children(recursive=True)
+        ]
+        living = [member for member in self.members if member.alive]
+        for member in living:
+            member.send(signal.SIGCONT)
+            member.send(signal.SIGTERM)
+        stubborn = [member.role for member in living if not _ends(member)]
+        codes = {member.role: member.process.returncode for member in living if member.process}
+        left = [process for process in family if _runs(process)]
+        assert not stubborn, f"did not stop after SIGTERM: {stubborn}"
+        assert not left, f"processes left over: {left}"
+        assert set(codes.values()) <= {0}, f"exit codes: {codes}"
+
+
+def _ends(member: Worker, limit_s: float = 20.0) -> bool:
+    assert member.process is not None
+    try:
+        member.process.wait(limit_s)
+        return True
+    except subprocess.TimeoutExpired:
+        os.killpg(member.pid, signal.SIGKILL)
+        member.process.wait()
+        return False
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

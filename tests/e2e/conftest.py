@@ -1,0 +1,79 @@
+"""Services of real processes, started once for many tests where a test doesn't hurt them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.e2e.cluster import ROOT, Cluster
+
+MakeCluster = Callable[..., Cluster]
+PICTURES = ROOT / "demo" / "pictures"
+
+
+def picture(name: str) -> bytes:
+    return (PICTURES / name).read_bytes()
+
+
+def image_part(data: bytes, kind: str = "image/png") -> dict[str, Any]:
+    url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def user(*parts: str | bytes) -> dict[str, Any]:
+    """A user message of texts and image files, in order."""
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else image_part(part)
+        for part in parts
+    ]
+    return {"role": "user", "content": content}
+
+
+def demo_questions() -> list[dict[str, Any]]:
+    questions: list[dict[str, Any]] = json.loads((ROOT / "demo" / "questions.json").read_text())
+    return questions
+
+
+@pytest.fixture(scope="module")
+def make_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeCluster]:
+    """``make_cluster(counts={"encode": 2}, settings={...})``, stopped and checked at the end."""
+    started: list[Cluster] = []
+
+    def make(**options: Any) -> Cluster:
+        folder: Path = tmp_path_factory.mktemp("cluster")
+        cluster = Cluster(folder, **options)
+        started.append(cluster)
+        return cluster.start()
+
+    yield make
+    faults = []
+    for cluster in started:
+        try:
+            cluster.close()
+        except AssertionError as error:
+            faults.append(str(error))
+    assert not faults, faults
+
+
+@pytest.fixture(scope="module")
+def shared(make_cluster: MakeCluster) -> Cluster:
+    """One worker of each stage with the demo checkpoint."""
+    return make_cluster()
+
+
+@pytest.fixture
+def cluster(shared: Cluster) -> Iterator[Cluster]:
+    """The shared service; each test ends on the proof that it left nothing behind."""
+    yield shared
+    shared.assert_clean()
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> OpenAI:
+    return OpenAI(base_url=cluster.base_url, api_key="none", timeout=60, max_retries=0)
