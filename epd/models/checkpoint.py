@@ -65,6 +65,7 @@ def load_part(
             output_loading_info=True,
             local_files_only=True,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # to be told which; _check_complete refuses them
             **options,
         )
     except (OSError, RuntimeError, ValueError, KeyError) as error:
@@ -87,9 +88,10 @@ def _first_line(error: BaseException) -> str:
 def _check_complete(path: str | Path, info: dict[str, Any]) -> None:
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys", "conversion_errors"):
         if names := info.get(kind):
-            some = ", ".join(str(name) for name in sorted(names, key=str)[:3])
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise invalid(f"{path}: weights with {kind.replace('_', ' ')}: {some}{more}")
+            plain = sorted(str(name[0] if isinstance(name, tuple) else name) for name in names)
+            more = f" and {len(plain) - 3} more" if len(plain) > 3 else ""
+            what = f"{kind.replace('_', ' ')}: {', '.join(plain[:3])}{more}"
+            raise invalid(f"{path}: the weights don't fit the config: {what}")
 
 
 def _part_class(cls: Any, part: Part) -> Any:

@@ -133,13 +133,13 @@ def _structural(config: Any, model_class: Any) -> str | None:
     text = config.get_text_config()
     if config.is_encoder_decoder:
         return "it is an encoder-decoder model"
+    others = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        return f"it has {', '.join(sorted(others))} layers; only attention has a paged cache"
     if not model_class._supports_attention_backend:
         return "its attention can't be replaced by the paged one"
     if "mm_encoder_outputs" not in inspect.signature(model_class.forward).parameters:
         return "it does not take image embeddings made elsewhere"
-    others = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
-    if others:
-        return f"it has {', '.join(sorted(others))} layers; only attention has a paged cache"
     rope = _rope_types(getattr(text, "rope_parameters", None))
     if bad := rope & _BATCH_DEPENDENT_ROPE:
         return f"its {min(bad)} RoPE depends on the longest sequence of the batch"
