@@ -105,7 +105,8 @@ class Extents:
         position, after_free = 0, False
         for offset, length, is_used in sorted(used + free):
             assert offset == position, f"gap or overlap at {position}: next is {offset}"
-            assert length > 0 and offset % self.alignment == length % self.alignment == 0
+            assert length > 0
+            assert offset % self.alignment == length % self.alignment == 0
             assert is_used or not after_free, f"free neighbours at {offset}"
             position, after_free = offset + length, not is_used
         assert position == self.nbytes, f"ends at {position} of {self.nbytes}"

@@ -11,6 +11,7 @@ fails instead of passing.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -61,6 +62,12 @@ class Faults:
     def value(self, point: str) -> float:
         """The number given with a point; 0 when it doesn't happen this time."""
         return self._on[point].value if self.fires(point) else 0.0
+
+
+def flip_byte(address: int) -> None:
+    """Invert the byte of host memory at `address`."""
+    byte = ctypes.c_ubyte.from_address(address)
+    byte.value ^= 0xFF
 
 
 @cache

@@ -61,7 +61,8 @@ class Flow:
         self._reads: set[Read] = set()
 
     def add(self, read: Read) -> None:
-        assert read.todo and not read.stopped
+        assert read.todo
+        assert not read.stopped
         self._reads.add(read)
         self._queues.setdefault(read.name, deque()).append(read)
 

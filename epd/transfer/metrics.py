@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge
 
-BYTES = Counter("epd_transfer_bytes_total", "Bytes read from peers and verified to be here.", ["kind"])
+BYTES = Counter(
+    "epd_transfer_bytes_total", "Bytes read from peers and verified to be here.", ["kind"]
+)
 SECONDS = Counter("epd_transfer_seconds_total", "Time in reads that succeeded.", ["kind"])
 READS = Counter("epd_transfer_reads_total", "Reads that succeeded.", ["kind"])
-DESCRIPTORS = Counter("epd_transfer_descriptors_total", "Mooncake descriptors of those reads.", ["kind"])
-FAILURES = Counter("epd_transfer_failures_total", "Reads that failed, by reason.", ["kind", "reason"])
+DESCRIPTORS = Counter(
+    "epd_transfer_descriptors_total", "Mooncake descriptors of those reads.", ["kind"]
+)
+FAILURES = Counter(
+    "epd_transfer_failures_total", "Reads that failed, by reason.", ["kind", "reason"]
+)
 PARKED = Gauge("epd_transfer_parked", "Given-up reads whose memory the engine may still write.")
 QUARANTINED = Gauge("epd_quarantined_bytes", "Announced bytes that wait for lost readers.")
 

@@ -34,8 +34,10 @@ def _runs(pieces: Iterable[Piece]) -> Iterator[Piece]:
         assert piece.length >= 0, piece
         if piece.length == 0:
             continue
-        if run and run.local + run.length == piece.local and (
-            run.remote + run.length == piece.remote
+        if (
+            run
+            and run.local + run.length == piece.local
+            and (run.remote + run.length == piece.remote)
         ):
             run = Piece(run.local, run.remote, run.length + piece.length)
             continue

@@ -111,7 +111,9 @@ class Sessions:
             final = error.kind is ErrorKind.CONTRACT_MISMATCH
             self._refuse(link, error, float("inf") if final else self._config.backoff_s)
         except (OSError, ValueError) as error:
-            what = f"peer {peer.session} can't be reached: {error or type(error).__name__}"
+            bound = f"no answer within {self._config.connect_timeout_s} s"
+            reason = bound if isinstance(error, TimeoutError) else error
+            what = f"peer {peer.session} can't be reached: {reason}"
             failure = EpdError(ErrorKind.TRANSFER_FAILED, what)
             self._refuse(link, failure, self._config.backoff_s)
         finally:

@@ -24,8 +24,6 @@ NEVER = {
 }
 """Removed from the environment: each of these breaks a promise of ours."""
 
-TCP_WORKERS = "16"
-
 
 def environment(config: TransferConfig) -> dict[str, str]:
     """Variables that our promises rest on; they replace what was set before."""
@@ -52,13 +50,18 @@ def environment(config: TransferConfig) -> dict[str, str]:
     return variables
 
 
+def ports(config: TransferConfig) -> tuple[int, int]:
+    """The range that the engine's two ports are drawn from."""
+    return config.port_min or 15000, config.port_max or 17000
+
+
 TUNING = {
     # Its INFO lines are one or more per connection and per read.
     "MC_LOG_LEVEL": "ERROR",
     # 66 -> 48 ms for 128 MiB on loopback.
     "MC_TCP_SLICE_SIZE": "1048576",
     # With fewer, one failed connection puts the peer on a 1 s cooldown.
-    "MC_TCP_LANES_PER_PEER": TCP_WORKERS,
+    "MC_TCP_LANES_PER_PEER": "16",
     # Our own window is far smaller; the default of 1024 fails, not waits, above it.
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
 }

@@ -38,12 +38,13 @@ class Submitter:
     """Takes jobs, calls `deliver(results)` on its own thread after each."""
 
     def __init__(self, native: Native, deliver: Callable[[list[Result]], None]) -> None:
-        self._native = native
-        self._deliver = deliver
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._busy_since: float | None = None
         # A daemon: stuck in native code, it must not keep the process from exiting.
-        self._thread = threading.Thread(target=self._run, name="epd-transfer", daemon=True)
+        # Only the thread refers to the engine, so that the engine ends with it.
+        self._thread = threading.Thread(
+            target=self._run, args=(native, deliver), name="epd-transfer", daemon=True
+        )
         self._thread.start()
 
     def put(self, job: Job) -> None:
@@ -51,7 +52,10 @@ class Submitter:
 
     @property
     def busy_s(self) -> float:
-        """How long the present call into Mooncake has taken; 0: none."""
+        """How long the present call into Mooncake has taken; 0: none; infinite: the
+        thread died of an error (threading.excepthook has shown it)."""
+        if not self._thread.is_alive():
+            return float("inf")
         since = self._busy_since
         return time.monotonic() - since if since is not None else 0.0
 
@@ -61,18 +65,18 @@ class Submitter:
         self._thread.join(bound_s)
         return not self._thread.is_alive()
 
-    def _run(self) -> None:
+    def _run(self, native: Native, deliver: Callable[[list[Result]], None]) -> None:
         while (job := self._jobs.get()) is not None:
-            self._deliver([(read, self._submit(read, piece)) for read, piece in job])
+            deliver([(read, self._submit(native, read, piece)) for read, piece in job])
 
-    def _submit(self, read: Read, piece: Piece) -> int | None:
+    def _submit(self, native: Native, read: Read, piece: Piece) -> int | None:
         if read.stopped:
             return None
         self._busy_since = time.monotonic()
         try:
             # One descriptor an id: Mooncake's status is that of descriptor 0 only.
             return (
-                self._native.batch_transfer_async_read(
+                native.batch_transfer_async_read(
                     read.name, [piece.local], [piece.remote], [piece.length]
                 )
                 or None
