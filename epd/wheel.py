@@ -11,7 +11,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from epd.errors import EpdError, ErrorKind
+from epd.errors import invalid
 
 EXTRAS = {
     "mooncake-transfer-engine-non-cuda": "cpu",
@@ -81,6 +81,6 @@ def require_mooncake(device: str) -> str:
     wheels = installed_wheels()
     problem = wheel_problem(wheels, device, torch_cuda_major())
     if problem:
-        raise EpdError(ErrorKind.INTERNAL, problem)
+        raise invalid(problem, "transfer")
     (name,) = wheels
     return name

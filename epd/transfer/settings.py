@@ -14,6 +14,7 @@ from typing import Any
 
 from epd.config import TransferConfig
 from epd.errors import EpdError, invalid
+from epd.wheel import require_mooncake
 
 NEVER = {
     "MC_LOG_DIR": "aborts the process when the folder can't be written",
@@ -85,9 +86,10 @@ def load_mooncake(config: TransferConfig) -> Any:
     """The `TransferEngine` class, with the environment set first.
 
     Raises:
-        EpdError: INVALID_REQUEST, the wheel or a system library is missing; the
-            message says what to install.
+        EpdError: INVALID_REQUEST, none, several or the wrong build of Mooncake is
+            installed, or a system library is missing; the message says what to install.
     """
+    require_mooncake("cpu")  # host memory only: the pools stage through it on any device
     apply_environment(config)
     try:
         from mooncake.engine import TransferEngine
