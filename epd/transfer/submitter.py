@@ -68,6 +68,7 @@ class Submitter:
     def _run(self, native: Native, deliver: Callable[[list[Result]], None]) -> None:
         while (job := self._jobs.get()) is not None:
             deliver([(read, self._submit(native, read, piece)) for read, piece in job])
+            del job  # while idle, it would pin the memory of the last read
 
     def _submit(self, native: Native, read: Read, piece: Piece) -> int | None:
         if read.stopped:

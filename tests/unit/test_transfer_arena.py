@@ -34,7 +34,8 @@ class ExtentsMachine(RuleBasedStateMachine):
         try:
             extent = self.arena.allocate(nbytes)
         except EpdError as error:
-            assert error.kind is ErrorKind.OVERLOADED
+            kind = error.kind
+            assert kind is ErrorKind.OVERLOADED
             assert self.longest_gap() < need, "refused although it fits"
             return None
         assert extent.nbytes == nbytes
@@ -57,9 +58,7 @@ class ExtentsMachine(RuleBasedStateMachine):
         assert self.arena.largest_free == self.longest_gap()
 
 
-ExtentsMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
-)
+ExtentsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestExtents = ExtentsMachine.TestCase
 
 

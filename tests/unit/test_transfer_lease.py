@@ -47,7 +47,8 @@ class LeaseMachine(RuleBasedStateMachine):
         try:
             lease = self.table.announce("request", nbytes, lambda: self.free(token))
         except EpdError as error:
-            assert error.kind is ErrorKind.OVERLOADED
+            kind = error.kind
+            assert kind is ErrorKind.OVERLOADED
             assert before >= CAP
             return None
         assert before < CAP
