@@ -10,7 +10,7 @@ import pytest
 from epd import doctor
 from epd.config import Config, load_config
 from epd.doctor import Finding, Level
-from epd.errors import invalid
+from epd.errors import EpdError, invalid
 from epd.wheel import require_mooncake, torch_cuda_major, wheel_problem
 
 CPU, CUDA, CUDA13 = (
@@ -123,3 +123,15 @@ def test_exit_code_and_report(
     monkeypatch.setattr(doctor, "_IMPORTS", ())
     assert doctor.diagnose(broken) == 1
     assert "configuration: kv: bad" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("installed", [{}, {CPU: "1", CUDA: "1"}])
+def test_the_engine_does_not_start_on_a_wrong_build(
+    monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]
+) -> None:
+    from epd.config import TransferConfig
+    from epd.transfer.settings import load_mooncake
+
+    monkeypatch.setattr("epd.wheel.installed_wheels", lambda: installed)
+    with pytest.raises(EpdError, match=r"pip install 'epd\[cpu\]'"):
+        load_mooncake(TransferConfig())
