@@ -1,0 +1,94 @@
+"""Block-major memory: views and addresses name the same bytes, without gap or overlap."""
+
+from __future__ import annotations
+
+import ctypes
+
+import psutil
+import pytest
+import torch
+
+from epd.kv.layout import KvLayout, LayerShape
+from epd.kv.pool import PAGE_BYTES, KvPool
+
+UNIFORM = KvLayout(4, "float32", (LayerShape(2, 8, 8),) * 3)
+MIXED = KvLayout(4, "bfloat16", (LayerShape(2, 8, 8), LayerShape(1, 16, 4), LayerShape(3, 2, 6)))
+
+
+def test_sizes_follow_from_the_shapes() -> None:
+    assert UNIFORM.block_bytes == 3 * 2 * 4 * 2 * 8 * 4
+    assert UNIFORM.token_bytes * UNIFORM.block_tokens == UNIFORM.block_bytes
+    assert UNIFORM.block_shape == (3, 2, 4, 2, 8)
+    assert MIXED.block_bytes == 4 * (2 * 16 + 20 + 3 * 8) * 2
+    assert [UNIFORM.blocks_for(n) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        KvLayout(4, "float32", (LayerShape(2, 8, 8),) * 2),
+        KvLayout(8, "float32", (LayerShape(2, 8, 8),) * 3),
+        KvLayout(4, "float32", (LayerShape(4, 4, 4),) * 3),
+        KvLayout(4, "float32", (LayerShape(2, 8, 6),) * 3),
+        KvLayout(4, "float32", (LayerShape(2, 8, 8),) * 2 + (LayerShape(2, 4, 12),)),
+    ],
+)
+def test_different_layouts_have_different_shapes(other: KvLayout) -> None:
+    assert other.block_shape != UNIFORM.block_shape
+
+
+@pytest.mark.parametrize("layout", [UNIFORM, MIXED])
+def test_every_byte_of_a_block_belongs_to_one_place(layout: KvLayout) -> None:
+    """Each element of each view is written a different number; none is overwritten."""
+    pool = KvPool(layout, 3)
+    written = 0
+    for layer in range(len(layout.layers)):
+        for view in (pool.k(layer), pool.v(layer)):
+            view[1] = 1
+            written += view[1].numel()
+            assert int(pool.bytes[1].view(getattr(torch, layout.dtype)).sum()) == written
+    assert written == layout.block_elements
+    assert not pool.bytes[0].any()
+    assert not pool.bytes[2].any()
+
+
+def test_views_have_the_documented_order() -> None:
+    pool = KvPool(MIXED, 2)
+    flat = pool.bytes.view(-1).view(torch.bfloat16).view(2, -1)
+    flat.copy_(torch.arange(flat.numel()).view(2, -1) % 251)
+    start = MIXED.block_tokens * MIXED.layers[0].token_elements
+    keys = flat[1, start : start + 4 * 16].view(4, 1, 16)
+    assert torch.equal(pool.k(1)[1], keys)
+    values = flat[1, start + 4 * 16 : start + 4 * 20].view(4, 1, 4)
+    assert torch.equal(pool.v(1)[1], values)
+
+
+def test_address_is_where_the_bytes_are() -> None:
+    pool = KvPool(UNIFORM, 5)
+    pool.k(0)[3] = 2.5
+    raw = ctypes.string_at(pool.address(3), UNIFORM.block_bytes)
+    assert raw == bytes(pool.block_bytes_view(3).numpy())
+    assert pool.address(0) % PAGE_BYTES == 0
+    assert pool.address(4) - pool.address(3) == UNIFORM.block_bytes
+    assert pool.nbytes == 5 * UNIFORM.block_bytes
+
+
+def test_zero_tail_clears_the_tail_only() -> None:
+    pool = KvPool(MIXED, 3)
+    pool.bytes.fill_(0x3F)
+    pool.zero_tail(1, 3)
+    for layer in range(3):
+        for view in (pool.k(layer), pool.v(layer)):
+            assert view[1, :3].count_nonzero() == view[1, :3].numel()
+            assert not view[1, 3:].any()
+    assert (pool.bytes[0] == 0x3F).all()
+    assert (pool.bytes[2] == 0x3F).all()
+
+
+def test_memory_is_resident_from_the_start() -> None:
+    layout = KvLayout(32, "float32", (LayerShape(8, 64, 64),) * 4)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    pool = KvPool(layout, 64)  # 32 MiB
+    assert pool.nbytes == 32 << 20
+    assert process.memory_info().rss - before > 24 << 20
