@@ -22,6 +22,7 @@ from epd.models import families
 from epd.models.spec import model_config, supported_class
 
 _REMEMBERED_SIZES = 4096
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class NoVideo(VideoProcessorMixin):
@@ -92,6 +93,9 @@ def load_hf_processor(path: str | Path) -> Any:
     """
     from transformers import AutoProcessor
 
+    if not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
+        # transformers would make a tokenizer without a vocabulary
+        raise invalid(f"{path}: no tokenizer; expected {_TOKENIZER_FILES[0]}", "model.path")
     try:
         loaded = AutoProcessor.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
@@ -160,10 +164,15 @@ class Processor:
         """
         config = model_config(path)
         supported_class(config, path)
-        vision = config.vision_config
-        made = cls(
-            load_hf_processor(path), config.model_type, config.image_token_id, vision.patch_size
-        )
+        hf = load_hf_processor(path)
+        if hf.tokenizer.convert_ids_to_tokens(config.image_token_id) is None:
+            raise invalid(
+                f"{path}: the tokenizer has no token {config.image_token_id}, which stands "
+                "for an image in config.json",
+                "model.path",
+            )
+        patch_size = config.vision_config.patch_size
+        made = cls(hf, config.model_type, config.image_token_id, patch_size)
         made.config_digest = _config_digest(Path(path))
         return made
 

@@ -1,0 +1,21 @@
+"""Pictures made by the tests themselves."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from PIL import Image
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Random pixels: any mix-up of rows or pictures shows."""
+    rng = np.random.default_rng(seed)
+    return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def encoded(picture: Image.Image, format: str = "PNG", **options: object) -> bytes:
+    """The bytes of a picture file."""
+    stream = io.BytesIO()
+    picture.save(stream, format, **options)
+    return stream.getvalue()
