@@ -33,11 +33,13 @@ GATEWAY, STAGES = "gateway", ("encode", "prefill", "decode")
 START_LIMIT_S = 120.0
 IDLE_LIMIT_S = 15.0
 
+_WORKER = ("streams", "running", "waiting", "tickets", "leases_open", "leased_bytes")
+_MEMORY = ("quarantined_bytes", "reads_parked", "reads_outstanding")
 MUST_BE_ZERO = {
-    "gateway": ("inflight",),
-    "encode": ("running", "waiting", "leases_open", "arena_used_bytes"),
-    "prefill": ("running", "waiting", "leases_open", "kv_blocks_used", "landing_used_bytes"),
-    "decode": ("running", "waiting", "kv_blocks_used", "parked_reads"),
+    "gateway": ("inflight", "open_streams"),
+    "encode": (*_WORKER, *_MEMORY, "arena_bytes_used"),
+    "prefill": (*_WORKER, *_MEMORY, "arena_bytes_used", "kv_blocks_used", "background"),
+    "decode": (*_WORKER, *_MEMORY, "kv_blocks_used"),
 }
 """What /debug/state of an idle process shows as 0 (cached, unreferenced blocks don't count)."""
 
