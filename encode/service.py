@@ -32,9 +32,11 @@ class EncodeService(encode_pb2_grpc.EncodeServicer):
         first = await next_message(context)
         if first is None or not first.HasField("job"):
             raise invalid("the first message must hold a job", "job")
+        job = encode_job_from_proto(first.job, self._facts)
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        with self._worker.streams.open(first.job.request_id, _failing(failed)):
-            ticket = self._worker.submit(encode_job_from_proto(first.job, self._facts))
+        with self._worker.streams.open(job.request_id) as fail:
+            fail.append(_failing(failed))
+            ticket = self._worker.submit(job)
             clean = False
             try:
                 clean = await self._serve(ticket, failed, context)

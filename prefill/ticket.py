@@ -88,6 +88,8 @@ class Ticket:
     cancelled: bool = False
     half_closed: bool = False
     closed: bool = False
+    lost: bool = False
+    """Contact was lost: what was announced is quarantined."""
     told_last: bool = False
     """FirstToken or ReadsTerminal is in the mailbox: a half-close is a release."""
     events: Mailbox[Event] = field(default_factory=Mailbox)

@@ -54,12 +54,15 @@ async def read_into(
         mailbox.close(internal(request_id()))
 
 
+Fail = Callable[[EpdError], None]
+
+
 class Streams:
     """Open streams of one worker."""
 
     def __init__(self, stage: str) -> None:
         self._stage = stage
-        self._open: dict[int, Callable[[EpdError], None]] = {}
+        self._open: dict[int, list[Fail]] = {}
         self._next = 0
         self._leaving = False
         self._none_open = asyncio.Event()
@@ -69,8 +72,9 @@ class Streams:
         return len(self._open)
 
     @contextmanager
-    def open(self, request: str, fail: Callable[[EpdError], None]) -> Iterator[None]:
-        """Count a stream, and log its request's id inside. `fail` ends it early.
+    def open(self, request: str) -> Iterator[list[Fail]]:
+        """Count a stream, and log its request's id inside. What is put into the
+        list is called to end the stream early.
 
         Raises:
             EpdError: NOT_STARTED, the worker is leaving.
@@ -81,10 +85,10 @@ class Streams:
                     ErrorKind.NOT_STARTED, f"this {self._stage} worker is leaving", retry_after_s=1
                 )
             key, self._next = self._next, self._next + 1
-            self._open[key] = fail
+            fails = self._open[key] = []
             self._none_open.clear()
             try:
-                yield
+                yield fails
             finally:
                 del self._open[key]
                 if not self._open:
@@ -102,8 +106,9 @@ class Streams:
         return True
 
     def fail_all(self, error: EpdError) -> None:
-        for fail in list(self._open.values()):
-            fail(error)
+        for fails in list(self._open.values()):
+            for fail in fails:
+                fail(error)
 
 
 class Stopwatch:

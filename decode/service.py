@@ -1,0 +1,116 @@
+"""Decode.Run: translates between protobuf and the worker, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+import grpc.aio
+
+from decode.ticket import Admitted, Event, Finished, KvFetched, Ticket, TokenMade
+from decode.worker import DecodeWorker
+from epd.errors import invalid
+from epd.rpc.convert import (
+    finish_to_proto,
+    handle_from_proto,
+    timing_to_proto,
+    token_from_proto,
+    token_to_proto,
+)
+from epd.rpc.jobs import ModelFacts, decode_job_from_proto
+from epd.runtime.streams import next_message, read_into
+from protos.epd.v1 import common_pb2, decode_pb2_grpc
+from protos.epd.v1 import decode_pb2 as pb
+
+Context = grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeEvent]
+
+
+class DecodeService(decode_pb2_grpc.DecodeServicer):
+    def __init__(self, worker: DecodeWorker, facts: ModelFacts) -> None:
+        self._worker = worker
+        self._facts = facts
+
+    async def Run(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.DecodeRequest], context: Context
+    ) -> None:
+        first = await next_message(context)
+        if first is None or not first.HasField("job"):
+            raise invalid("the first message must hold a job", "job")
+        job = decode_job_from_proto(first.job, self._facts)
+        with self._worker.streams.open(job.request_id) as fail:
+            ticket = self._worker.submit(job)
+            fail.append(ticket.events.close)
+            try:
+                await self._serve(ticket, context)
+            finally:
+                self._worker.close(ticket)
+
+    async def _serve(self, ticket: Ticket, context: Context) -> None:
+        reader = asyncio.create_task(
+            read_into(
+                ticket.events,
+                context,
+                lambda message: self._receive(ticket, message),
+                lambda: self._worker.half_close(ticket),
+            )
+        )
+        try:
+            # A slow client holds up this loop only: what gathers meanwhile is
+            # coalesced into one message.
+            while events := await ticket.events.take():
+                for message in messages(events):
+                    await context.write(message)
+        finally:
+            reader.cancel()
+
+    def _receive(self, ticket: Ticket, message: pb.DecodeRequest) -> None:
+        kind = message.WhichOneof("kind")
+        if kind == "kv_ready":
+            ready = message.kv_ready
+            handle = handle_from_proto(ready.handle, "kv_ready.handle")
+            self._worker.kv_ready(ticket, ready.first_block, handle, ready.tokens)
+        elif kind == "start":
+            start = message.start
+            first = token_from_proto(start.first_token)
+            self._worker.begin(ticket, first, start.kv_tokens)
+        elif kind == "cancel":
+            self._worker.cancel(ticket)
+        else:
+            raise invalid("only kv_ready, start or cancel can follow the job", kind)
+
+
+def messages(events: Sequence[Event]) -> Iterator[pb.DecodeEvent]:
+    """Events as messages; tokens in a row become one message."""
+    made: list[TokenMade] = []
+    for event in events:
+        if isinstance(event, TokenMade):
+            made.append(event)
+            continue
+        if made:
+            yield _tokens(made)
+            made = []
+        yield _message(event)
+    if made:
+        yield _tokens(made)
+
+
+def _tokens(made: Sequence[TokenMade]) -> pb.DecodeEvent:
+    tokens = [token_to_proto(event.token) for event in made]
+    return pb.DecodeEvent(tokens=pb.Tokens(first_index=made[0].index, tokens=tokens))
+
+
+def _message(event: Event) -> pb.DecodeEvent:
+    if isinstance(event, Admitted):
+        return pb.DecodeEvent(admitted=pb.DecodeAdmitted(cached_tokens=event.cached_tokens))
+    if isinstance(event, KvFetched):
+        fetched = pb.KvFetched(transfer_ms=event.transfer_ms, transfer_bytes=event.transfer_bytes)
+        return pb.DecodeEvent(kv_fetched=fetched)
+    if isinstance(event, Finished):
+        finished = pb.Finished(
+            reason=finish_to_proto(event.reason),
+            output_tokens=event.output_tokens,
+            timing=timing_to_proto(event.timing),
+        )
+        return pb.DecodeEvent(finished=finished)
+    assert not isinstance(event, TokenMade)
+    return pb.DecodeEvent(reads_terminal=common_pb2.ReadsTerminal(clean=event.clean))

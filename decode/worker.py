@@ -1,0 +1,358 @@
+"""Language model, one token at a time: one decode worker without its gRPC.
+
+One request's life:
+
+    submit -> (KvReady)* -> reserve -> DecodeAdmitted -> blocks read and verified
+           -> KvFetched, Start -> a token a step -> Finished -> close
+              |                     |
+              +-- cancel -> ReadsTerminal    +-- preempted: OVERLOADED, to be
+                                                 prefilled again
+
+Who owns what: the pool owns all bytes; the scheduler holds each request's blocks.
+They are freed when no read writes into them and no running step uses them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+
+from decode.forward import Runner
+from decode.loading import KvReader
+from decode.scheduler import Scheduler, Slot
+from decode.ticket import Admitted, Finished, KvFetched, ReadsTerminal, Ticket, TokenMade
+from epd.config import Config
+from epd.errors import EpdError, ErrorKind, invalid
+from epd.jobs import DecodeJob, FinishReason, SampledToken, Stage
+from epd.kv.blocks import BlockAllocator
+from epd.kv.pool import KvPool
+from epd.models.lm import LanguageModel
+from epd.obs import metrics
+from epd.rpc.status import internal
+from epd.runtime.memory import OwnedMemory
+from epd.runtime.stage import Description, Load
+from epd.runtime.steps import StepLoop
+from epd.runtime.streams import Stopwatch, Streams
+from epd.sampling.params import finish_reason, validate
+from epd.sampling.state import SamplerState
+from epd.transfer.contract import Handle, mismatch
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeWorker:
+    """Methods run on the event loop."""
+
+    stage = Stage.DECODE
+
+    def __init__(
+        self, config: Config, lm: LanguageModel, memory: OwnedMemory, max_context: int
+    ) -> None:
+        self._config = config
+        self._lm = lm
+        self.spec = lm.spec
+        self.memory = memory
+        self._max_context = max_context
+        self._layout = lm.kv_layout
+        self._pool = KvPool(lm.kv_layout, num_blocks(config), lm.device)
+        memory.register(self._pool.address(0), self._pool.nbytes, self._pool)
+        self._blocks = BlockAllocator(self._pool.num_blocks)
+        self._scheduler = Scheduler(
+            self._blocks,
+            self._layout.block_tokens,
+            config.decode.max_running,
+            config.decode.max_queue,
+        )
+        self._runner = Runner(lm, self._pool)
+        self._reader = KvReader(self.spec, self._pool, memory)
+        self._tickets: dict[int, Ticket] = {}
+        self._next_key = 0
+        self._background: set[asyncio.Task[None]] = set()
+        self.steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable)
+        self.streams = Streams(self.stage)
+
+    # -- one request --------------------------------------------------------
+
+    def submit(self, job: DecodeJob) -> Ticket:
+        """Check and join a request; `close` the ticket whatever happens then.
+
+        Raises:
+            EpdError: a parameter is wrong, the request can't fit even an empty pool,
+                or the queue is full.
+        """
+        limit = self._config.limits.max_top_logprobs
+        validate(job.sampling, self.spec.vocab_size, max_top_logprobs=limit)
+        total = len(job.token_ids)
+        left = job.sampling.max_tokens - (total - job.prompt_length)
+        if left < 1:
+            raise invalid("everything is generated already", "job.sampling.max_tokens")
+        key, self._next_key = self._next_key, self._next_key + 1
+        # The last token's own KV is never needed.
+        most = min(total + left - 1, self._max_context)
+        self._scheduler.admit(key, total, most, job.arrival_ms or time.time() * 1000)
+        prompt, output = job.token_ids[: job.prompt_length], job.token_ids[job.prompt_length :]
+        ticket = Ticket(key, job, SamplerState(job.sampling, prompt, output))
+        self._tickets[key] = ticket
+        return ticket
+
+    def kv_ready(self, ticket: Ticket, first_block: int, handle: Handle, tokens: int) -> None:
+        """Blocks can be read; they are, as soon as their places are reserved.
+
+        Raises:
+            EpdError: CONTRACT_MISMATCH, or blocks out of order.
+        """
+        if ticket.stopped:
+            return
+        if ticket.first is not None:
+            raise invalid("came after start", "kv_ready")
+        if first_block != ticket.announced_blocks:
+            raise invalid(
+                f"is {first_block}, must be {ticket.announced_blocks}", "kv_ready.first_block"
+            )
+        self._reader.check(handle, ticket.job.nonce)
+        blocks = first_block + len(handle.spans)
+        expected = min(blocks * self._layout.block_tokens, ticket.total)
+        if blocks > self._layout.blocks_for(ticket.total) or tokens != expected:
+            raise mismatch("tokens of the announced blocks", tokens, expected)
+        ticket.announced_blocks, ticket.announced_tokens = blocks, tokens
+        ticket.pending.append(handle)
+        ticket.arrived.set()
+        self._scheduler.announced(ticket.key)
+        self.steps.poke()
+
+    def begin(self, ticket: Ticket, first: SampledToken, kv_tokens: int) -> None:
+        """Start's words: all is announced, this is the first token.
+
+        Raises:
+            EpdError: CONTRACT_MISMATCH, it was not all: decode never runs on less.
+        """
+        if ticket.stopped:
+            return
+        if ticket.first is not None:
+            raise invalid("came twice", "start")
+        if not ticket.announced_tokens == kv_tokens == ticket.total:
+            announced = f"{ticket.announced_tokens} announced, {kv_tokens} in start"
+            raise mismatch("kv_tokens", announced, ticket.total)
+        if first.id >= self.spec.vocab_size:
+            raise invalid("is not in the vocabulary", "start.first_token.id")
+        ticket.first = first
+        self._run_when_ready(ticket)
+
+    def _run_when_ready(self, ticket: Ticket) -> None:
+        if ticket.first is None or not ticket.fetched or ticket.stopped:
+            return
+        reason = self._accept(ticket, ticket.first)
+        if reason is not None:
+            self._finish(ticket, reason)
+        else:
+            self._scheduler.start(ticket.key)
+            self.steps.poke()
+
+    async def _load(self, ticket: Ticket) -> None:
+        """Read blocks as they are announced, until all are here."""
+        try:
+            while ticket.loaded_blocks < self._layout.blocks_for(ticket.total):
+                await ticket.arrived.wait()
+                ticket.arrived.clear()
+                while ticket.pending:
+                    await self._read(ticket, ticket.pending.popleft())
+        except EpdError as error:
+            self._fail(ticket, error)
+            return
+        except Exception:
+            logger.exception("reading KV raised")
+            self._fail(ticket, internal(ticket.job.request_id))
+            return
+        ticket.fetched = True
+        ticket.events.put(KvFetched(ticket.transfer_ms, ticket.transfer_bytes))
+        self._run_when_ready(ticket)
+
+    async def _read(self, ticket: Ticket, handle: Handle) -> None:
+        watch = Stopwatch()
+        stop = ticket.loaded_blocks + len(handle.spans)
+        blocks = self._scheduler.blocks(ticket.key)[ticket.loaded_blocks : stop]
+        stats = await self._reader.read(_read_key(ticket), blocks, handle)
+        ticket.loaded_blocks = stop
+        ticket.transfer_ms += watch.ms
+        ticket.transfer_bytes += stats.nbytes
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Stop after the running step; reports ReadsTerminal, the stream's last word."""
+        if ticket.stopped:
+            return
+        self._stop(ticket)
+        task = asyncio.create_task(self._report_terminal(ticket), name="reads terminal")
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _report_terminal(self, ticket: Ticket) -> None:
+        bound = self._config.transfer.read_deadline_s
+        clean = await self.memory.engine.drain_reads(_read_key(ticket), bound)
+        ticket.events.put(ReadsTerminal(clean))
+        ticket.events.close()
+
+    def half_close(self, ticket: Ticket) -> None:
+        """The client has said all it will.
+
+        Raises:
+            EpdError: Start is missing, so nothing can ever run.
+        """
+        if ticket.first is None and not ticket.stopped:
+            raise invalid("half-closed before start", "start")
+
+    def close(self, ticket: Ticket) -> None:
+        """The stream has ended: give everything back as soon as nothing uses it."""
+        self._stop(ticket)
+        ticket.events.close()
+        self._tickets.pop(ticket.key, None)
+
+    def _stop(self, ticket: Ticket) -> None:
+        """No more steps, no more reads; blocks are freed when the last read is over
+        and the running step is done."""
+        if ticket.stopped:
+            return
+        ticket.stopped = True
+        if ticket.loader is not None:
+            ticket.loader.cancel()
+        self.memory.engine.when_settled(_read_key(ticket), lambda: self._release(ticket))
+
+    def _release(self, ticket: Ticket) -> None:
+        self._scheduler.finish(ticket.key)
+        self.steps.poke()
+
+    def _fail(self, ticket: Ticket, error: EpdError) -> None:
+        ticket.events.close(error)
+        self._stop(ticket)
+
+    # -- steps --------------------------------------------------------------
+
+    def _admit(self) -> None:
+        for key in self._scheduler.reserve():
+            ticket = self._tickets[key]
+            ticket.queue_ms = ticket.since.ms
+            ticket.events.put(Admitted(0))
+            name = f"load {ticket.job.request_id}"
+            ticket.loader = asyncio.create_task(self._load(ticket), name=name)
+
+    async def _step(self) -> bool:
+        self._admit()
+        step = self._scheduler.next_batch()
+        for key in step.preempted:
+            self._preempt(self._tickets[key])
+        if not step.slots:
+            return False
+        work = [(slot, self._tickets[slot.key]) for slot in step.slots]
+        watch = Stopwatch()
+        results = await self._run(work)
+        self._scheduler.complete()
+        for (_, ticket), result in zip(work, results, strict=True):
+            ticket.run_ms += watch.ms
+            if not ticket.stopped:
+                self._apply(ticket, result)
+        return True
+
+    async def _run(self, work: list[tuple[Slot, Ticket]]) -> list[SampledToken | EpdError]:
+        try:
+            results = await self.steps.run(lambda: self._runner.run(work), len(work))
+        except Exception:
+            requests = [ticket.job.request_id for _, ticket in work]
+            logger.exception("a decode step raised", extra={"requests": requests})
+            return [internal(request) for request in requests]
+        metrics.TOKENS.labels(self.stage).inc(len(work))
+        return results
+
+    def _apply(self, ticket: Ticket, result: SampledToken | EpdError) -> None:
+        if isinstance(result, EpdError):
+            self._fail(ticket, result)
+            return
+        reason = self._accept(ticket, result)
+        ticket.events.put(TokenMade(ticket.sampler.num_output - 1, result))
+        if reason is not None:
+            self._finish(ticket, reason)
+
+    def _accept(self, ticket: Ticket, token: SampledToken) -> FinishReason | None:
+        """The token is output now; whether it is the last."""
+        ticket.sampler.append(token.id)
+        ticket.last_id = token.id
+        return finish_reason(
+            ticket.job.sampling,
+            token.id,
+            ticket.sampler.num_output,
+            context_full=ticket.length >= self._max_context,
+        )
+
+    def _finish(self, ticket: Ticket, reason: FinishReason) -> None:
+        ticket.events.put(Finished(reason, ticket.sampler.num_output, ticket.timing))
+        ticket.events.close()
+        self._stop(ticket)
+
+    def _preempt(self, ticket: Ticket) -> None:
+        metrics.PREEMPTIONS.labels(self.stage).inc()
+        logger.info("preempted", extra={"request": ticket.job.request_id})
+        message = "preempted: the KV pool is full; prefill again with the generated ids"
+        self._fail(ticket, EpdError(ErrorKind.OVERLOADED, message, retry_after_s=0.1))
+
+    # -- the whole worker ---------------------------------------------------
+
+    def describe(self) -> Description:
+        return Description(
+            epoch=self.memory.peer.epoch,
+            fingerprint=self.spec.fingerprint,
+            dtype=self._layout.dtype,
+            numerics_id=self._lm.numerics_id,
+            kv_layout=self._layout.name,
+            kv_block_shape=self._layout.block_shape,
+            kv_tokens=self._pool.num_blocks * self._layout.block_tokens,
+            max_context=self._max_context,
+            max_queue=self._config.decode.max_queue,
+        )
+
+    def load(self) -> Load:
+        free = self._blocks.free_count * self._layout.block_tokens
+        return Load(self._scheduler.running, self._scheduler.waiting, free)
+
+    def state(self) -> Mapping[str, object]:
+        return {
+            "streams": len(self.streams),
+            "waiting": self._scheduler.waiting,
+            "running": self._scheduler.running,
+            "tickets": len(self._tickets),
+            "kv_blocks_used": self._blocks.used,
+            "kv_blocks": self._blocks.num_blocks,
+            "steps": self.steps.steps,
+            "background": len(self._background),
+            "tasks": len(asyncio.all_tasks()),
+            **self.memory.state(),
+        }
+
+    def healthy(self) -> bool:
+        return self.memory.healthy()
+
+    def tick(self) -> None:
+        if self.memory.tick():
+            self.steps.poke()
+
+    def check_integrity(self) -> None:
+        """Assert the bookkeeping; call it when idle or after a test."""
+        self._scheduler.check_integrity()
+        self._blocks.check_integrity()
+        if not self._tickets and not self.memory.engine.outstanding:
+            assert self._blocks.used == 0, "a block leaked"
+
+    def start(self) -> asyncio.Task[None]:
+        return self.steps.start()
+
+    async def shut_down(self) -> None:
+        await self.steps.close()
+        await self.memory.close()
+
+
+def _read_key(ticket: Ticket) -> tuple[str, int]:
+    return ("kv", ticket.key)
+
+
+def num_blocks(config: Config) -> int:
+    """Blocks of decode's pool."""
+    return max(1, config.kv.decode_tokens // config.kv.block_tokens)

@@ -1,0 +1,50 @@
+"""A prefill worker as a process: `epd prefill CHECKPOINT`."""
+
+from __future__ import annotations
+
+from epd.config import Config
+from epd.models.lm import LanguageModel
+from epd.obs import logs
+from epd.rpc.jobs import ModelFacts
+from epd.rpc.server import Server
+from epd.runtime.context import max_context
+from epd.runtime.memory import OwnedMemory
+from epd.runtime.stage import serve_worker
+from prefill.service import PrefillService
+from prefill.worker import PrefillWorker, num_blocks
+from protos.epd.v1 import prefill_pb2_grpc
+
+
+async def serve(config: Config) -> None:
+    """Load the language model and serve until SIGTERM.
+
+    Raises:
+        EpdError: the checkpoint can't be served, a port is taken, or the transfer
+            engine can't start; the message says why.
+    """
+    logs.setup(config.log, PrefillWorker.stage)
+    model = config.model
+    lm = LanguageModel.load(
+        model.path,
+        dtype=model.dtype,
+        device=model.device,
+        exact=model.exact,
+        threads=model.threads,
+        block_tokens=config.kv.block_tokens,
+    )
+    pool_bytes = num_blocks(config) * lm.kv_layout.block_bytes
+    memory = OwnedMemory(config, lm.spec.fingerprint, pool_bytes // 2)
+    context = max_context(config, lm.spec)
+    worker = PrefillWorker(config, lm, memory, context)
+    facts = ModelFacts(
+        fingerprint=lm.spec.fingerprint,
+        vocab_size=lm.spec.vocab_size,
+        image_token_id=lm.spec.image_token_id,
+        max_context=context,
+        max_images=config.limits.max_images,
+    )
+
+    def add_service(server: Server) -> None:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillService(worker, facts), server.grpc)
+
+    await serve_worker(config, worker, "epd.v1.Prefill", add_service, config.rpc.control_bytes)

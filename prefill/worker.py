@@ -1,0 +1,426 @@
+"""Language model over prompts: one prefill worker without its gRPC.
+
+One request's life:
+
+    submit -> WAITING --reserve--> Admitted -> (EmbeddingReady -> fetch -> Fetched)*
+           -> chunks, KvReady* -> FirstToken -> close(clean)     blocks reusable now
+                  |                                close(lost)   announced: quarantine
+                  +-- cancel -> running step ends -> ReadsTerminal -> close
+
+Who owns what: the pool and the landing arena own all bytes. A ticket holds its
+blocks and landing places from its reservation on; announced blocks are under the
+ticket's lease; `_free` gives everything back exactly once, never under a running
+step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from epd.config import Config
+from epd.errors import EpdError, ErrorKind, invalid
+from epd.handoff import embedding_bytes, kv_contract
+from epd.jobs import FinishReason, PrefillJob, SampledToken, Stage
+from epd.kv.blocks import BlockAllocator
+from epd.kv.pool import KvPool
+from epd.models.lm import LanguageModel
+from epd.obs import metrics
+from epd.rpc.status import internal
+from epd.runtime.memory import OwnedMemory
+from epd.runtime.stage import Description, Load
+from epd.runtime.steps import StepLoop
+from epd.runtime.streams import Stopwatch, Streams
+from epd.sampling.params import finish_reason, validate
+from epd.sampling.state import SamplerState
+from epd.transfer.contract import Handle, Span
+from prefill.embeddings import Landing
+from prefill.forward import Outcome, Runner
+from prefill.scheduler import Chunk, Scheduler
+from prefill.ticket import (
+    Admitted,
+    EmbeddingFetched,
+    FirstToken,
+    KvReady,
+    ReadsTerminal,
+    Ticket,
+    item_spans,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillWorker:
+    """Methods run on the event loop."""
+
+    stage = Stage.PREFILL
+
+    def __init__(
+        self, config: Config, lm: LanguageModel, memory: OwnedMemory, max_context: int
+    ) -> None:
+        self._config = config
+        self._lm = lm
+        self.spec = lm.spec
+        self.memory = memory
+        self._max_context = max_context
+        self._layout = lm.kv_layout
+        self._pool = KvPool(lm.kv_layout, num_blocks(config), lm.device)
+        memory.register(self._pool.address(0), self._pool.nbytes, self._pool)
+        self._blocks = BlockAllocator(self._pool.num_blocks)
+        self.steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable)
+        self._landing = Landing(
+            self.spec, config.prefill.landing_mib << 20, memory, self.steps.poke
+        )
+        self._runner = Runner(lm, self._pool, self._landing)
+        limits = config.prefill
+        self._scheduler = Scheduler(limits.step_tokens, limits.chunk_tokens, limits.max_queue)
+        self._tickets: dict[int, Ticket] = {}
+        self._next_key = 0
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="prefill-positions")
+        self._background: set[asyncio.Task[None]] = set()
+        self.streams = Streams(self.stage)
+
+    # -- one request --------------------------------------------------------
+
+    async def submit(self, job: PrefillJob) -> Ticket:
+        """Check and queue a request; `close` the ticket whatever happens then.
+
+        Raises:
+            EpdError: a parameter is wrong, the request can't fit even an idle worker,
+                or the queue is full.
+        """
+        since = Stopwatch()
+        self._check(job)
+        loop = asyncio.get_running_loop()
+        ids = torch.tensor(job.token_ids)
+        positions, delta = await loop.run_in_executor(
+            self._planner, self._lm.positions, ids, job.items, job.prompt_length
+        )
+        prompt, output = job.token_ids[: job.prompt_length], job.token_ids[job.prompt_length :]
+        key, self._next_key = self._next_key, self._next_key + 1
+        ticket = Ticket(
+            key=key,
+            job=job,
+            positions=positions,
+            delta=delta,
+            spans=item_spans(job, self.spec.image_token_id),
+            sampler=SamplerState(job.sampling, prompt, output),
+            since=since,
+        )
+        self._scheduler.admit(key, ticket.total, ticket.spans)
+        self._tickets[key] = ticket
+        self.steps.poke()
+        return ticket
+
+    def _check(self, job: PrefillJob) -> None:
+        limit = self._config.limits.max_top_logprobs
+        validate(job.sampling, self.spec.vocab_size, max_top_logprobs=limit)
+        generated = len(job.token_ids) - job.prompt_length
+        if generated >= job.sampling.max_tokens:
+            raise invalid("everything is generated already", "job.sampling.max_tokens")
+        if self._layout.blocks_for(len(job.token_ids)) > self._pool.num_blocks:
+            raise EpdError(
+                ErrorKind.CONTEXT_LENGTH_EXCEEDED,
+                f"the prompt has {len(job.token_ids)} tokens, prefill's pool "
+                f"(kv.prefill_tokens) holds {self._pool.num_blocks * self._layout.block_tokens}",
+                param="job.token_ids",
+            )
+        self._landing.check_fits(job.items)
+
+    def embedding_ready(self, ticket: Ticket, index: int, handle: Handle) -> None:
+        """Start reading one image's rows; reports EmbeddingFetched.
+
+        Raises:
+            EpdError: no such image, it was announced before, or nothing is reserved.
+        """
+        if ticket.cancelled:
+            return
+        if not ticket.admitted:
+            raise invalid("came before Admitted", "embedding_ready")
+        if index not in ticket.missing:
+            raise invalid(f"image {index} is not missing", "embedding_ready.index")
+        ticket.fetches[index] = asyncio.create_task(
+            self._fetch(ticket, index, handle), name=f"fetch {ticket.job.request_id}[{index}]"
+        )
+
+    async def _fetch(self, ticket: Ticket, index: int, handle: Handle) -> None:
+        item, place = ticket.job.items[index], ticket.landing[index]
+        watch = Stopwatch()
+        try:
+            stats = await self._landing.fetch(ticket.key, item, ticket.job.nonce, place, handle)
+        except EpdError as error:
+            self._fail(ticket, error)
+            return
+        except Exception:
+            logger.exception("reading an embedding raised")
+            self._fail(ticket, internal(ticket.job.request_id))
+            return
+        ticket.transfer_ms += watch.ms
+        ticket.transfer_bytes += stats.nbytes
+        self._scheduler.item_ready(ticket.key, index)
+        ticket.events.put(EmbeddingFetched(index, watch.ms, stats.nbytes))
+        self.steps.poke()
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Stop after the running step; reports ReadsTerminal."""
+        if ticket.cancelled or ticket.closed:
+            return
+        self._stop(ticket)
+        task = asyncio.create_task(self._report_terminal(ticket), name="reads terminal")
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _report_terminal(self, ticket: Ticket) -> None:
+        bound = self._config.transfer.read_deadline_s
+        clean = await self.memory.engine.drain_reads(ticket.key, bound)
+        while ticket.in_step:
+            await asyncio.sleep(0.001)
+        self._tell_last(ticket, ReadsTerminal(clean))
+
+    def half_close(self, ticket: Ticket) -> None:
+        """The client has said all it will: a release, once it was told the last event.
+
+        Raises:
+            EpdError: images are missing, which nobody can announce now.
+        """
+        ticket.half_closed = True
+        if ticket.told_last:
+            ticket.events.close()
+        elif ticket.missing and not ticket.cancelled:
+            raise invalid(f"half-closed without images {ticket.missing}", "embedding_ready")
+
+    def close(self, ticket: Ticket, *, clean: bool) -> None:
+        """The stream has ended; `clean` if its readers are done with all blocks.
+
+        Blocks that were never announced are free at once, announced ones at once
+        after a clean end, else quarantined; all of them after the running step.
+        """
+        self._stop(ticket)
+        ticket.closed = True
+        ticket.events.close()
+        ticket.lost = not clean
+        if not ticket.in_step:
+            self._free(ticket)
+
+    def _stop(self, ticket: Ticket) -> None:
+        """No more steps, no more reads."""
+        ticket.cancelled = True
+        self._scheduler.abort(ticket.key)
+        for fetch in ticket.fetches.values():
+            fetch.cancel()
+
+    def _fail(self, ticket: Ticket, error: EpdError) -> None:
+        self._stop(ticket)
+        ticket.events.close(error)
+
+    def _free(self, ticket: Ticket) -> None:
+        """Give back everything. Called once, when closed and in no step."""
+        del self._tickets[ticket.key]
+        self._free_landing(ticket)
+        self._blocks.free(ticket.blocks[ticket.announced :])
+        if ticket.lease is not None:
+            self.memory.end(ticket.lease, clean=not ticket.lost)
+        self.steps.poke()
+
+    def _free_landing(self, ticket: Ticket) -> None:
+        places, ticket.landing = list(ticket.landing.values()), {}
+        self._landing.free(places, ticket.key)
+
+    # -- steps --------------------------------------------------------------
+
+    def _try_reserve(self, key: int) -> bool:
+        """Blocks of the whole prompt and landing places of all images, or nothing."""
+        ticket = self._tickets[key]
+        count = self._layout.blocks_for(ticket.total)
+        if self._blocks.free_count < count:
+            return False
+        places = self._landing.reserve(ticket.job.items)
+        if places is None:
+            return False
+        ticket.landing = places
+        ticket.blocks = self._blocks.allocate(count)
+        return True
+
+    def _admit(self) -> None:
+        for key in self._scheduler.reserve(self._try_reserve):
+            ticket = self._tickets[key]
+            ticket.admitted = True
+            ticket.queue_ms = ticket.since.ms
+            ticket.events.put(Admitted(0, ticket.missing, ticket.delta))
+
+    async def _step(self) -> bool:
+        self._admit()
+        chunks = self._scheduler.next_batch()
+        if not chunks:
+            return False
+        work = [(chunk, self._tickets[chunk.key]) for chunk in chunks]
+        for _, ticket in work:
+            ticket.in_step = True
+        watch = Stopwatch()
+        outcomes = await self._run(work)
+        for (chunk, ticket), outcome in zip(work, outcomes, strict=True):
+            ticket.in_step = False
+            ticket.run_ms += watch.ms
+            self._scheduler.complete(chunk)
+            self._apply(chunk, ticket, outcome)
+        return True
+
+    async def _run(self, work: list[tuple[Chunk, Ticket]]) -> list[Outcome | EpdError]:
+        tokens = sum(chunk.tokens for chunk, _ in work)
+        try:
+            outcomes = await self.steps.run(lambda: self._runner.run(work), tokens)
+        except Exception:
+            requests = [ticket.job.request_id for _, ticket in work]
+            logger.exception("a prefill step raised", extra={"requests": requests})
+            return [internal(request) for request in requests]
+        metrics.TOKENS.labels(self.stage).inc(tokens)
+        return list(outcomes)
+
+    def _apply(self, chunk: Chunk, ticket: Ticket, outcome: Outcome | EpdError) -> None:
+        if ticket.closed:
+            self._free(ticket)
+        elif ticket.cancelled:
+            return
+        elif isinstance(outcome, EpdError):
+            self._fail(ticket, outcome)
+        else:
+            self._report(chunk, ticket, outcome)
+
+    def _report(self, chunk: Chunk, ticket: Ticket, outcome: Outcome) -> None:
+        ticket.sums += outcome.sums
+        if isinstance(outcome.token, EpdError):
+            self._fail(ticket, outcome.token)
+            return
+        try:
+            self._announce(chunk, ticket)
+        except EpdError as error:
+            self._fail(ticket, error)
+            return
+        if outcome.token is not None:
+            self._first_token(ticket, outcome.token)
+
+    def _announce(self, chunk: Chunk, ticket: Ticket) -> None:
+        """Put newly sealed blocks under the lease, and tell."""
+        first, stop = ticket.announced, len(ticket.sums)
+        if first == stop:
+            return
+        blocks = ticket.blocks[first:stop]
+        nbytes = len(blocks) * self._layout.block_bytes
+        if ticket.lease is None:
+            ticket.lease = self.memory.leases.announce(
+                ticket.job.request_id, nbytes, lambda: self._free_blocks(blocks)
+            )
+        else:
+            self.memory.leases.extend(ticket.lease, nbytes, lambda: self._free_blocks(blocks))
+        ticket.announced = stop
+        tokens = min(stop * self._layout.block_tokens, chunk.end)
+        ticket.events.put(KvReady(first, self._handle(ticket, first, stop), tokens))
+
+    def _handle(self, ticket: Ticket, first: int, stop: int) -> Handle:
+        if self.memory.faults.fires("lease.stale"):
+            self._pool.block_bytes_view(ticket.blocks[first])[0] ^= 0xFF
+        moved = 1 if self.memory.faults.fires("lease.wrong_rows") else 0
+        size = self._layout.block_bytes
+        spans = [
+            Span(self._pool.address((block + moved) % self._pool.num_blocks), size, total)
+            for block, total in zip(ticket.blocks[first:stop], ticket.sums[first:stop], strict=True)
+        ]
+        return Handle(
+            owner=self.memory.peer,
+            contract=kv_contract(self.spec, self._layout, ticket.job.nonce),
+            spans=tuple(spans),
+            read_deadline_ms=self.memory.read_deadline_ms,
+        )
+
+    def _free_blocks(self, blocks: list[int]) -> None:
+        self._blocks.free(blocks)
+        self.steps.poke()
+
+    def _first_token(self, ticket: Ticket, token: SampledToken) -> None:
+        output = ticket.total - ticket.job.prompt_length + 1
+        finish: FinishReason | None = finish_reason(
+            ticket.job.sampling,
+            token.id,
+            output,
+            context_full=ticket.total + 1 >= self._max_context,
+        )
+        self._free_landing(ticket)
+        if not ticket.job.decode_follows:  # nobody will read them
+            blocks, ticket.blocks = ticket.blocks, []
+            self._free_blocks(blocks)
+        self._tell_last(ticket, FirstToken(token, finish, ticket.total, ticket.timing))
+
+    def _tell_last(self, ticket: Ticket, event: FirstToken | ReadsTerminal) -> None:
+        ticket.told_last = True
+        ticket.events.put(event)
+        if ticket.half_closed:
+            ticket.events.close()
+
+    # -- the whole worker ---------------------------------------------------
+
+    def describe(self) -> Description:
+        return Description(
+            epoch=self.memory.peer.epoch,
+            fingerprint=self.spec.fingerprint,
+            dtype=self._layout.dtype,
+            numerics_id=self._lm.numerics_id,
+            kv_layout=self._layout.name,
+            kv_block_shape=self._layout.block_shape,
+            kv_tokens=self._pool.num_blocks * self._layout.block_tokens,
+            max_context=self._max_context,
+            max_rows=self._landing.arena.nbytes // embedding_bytes(self.spec, 1),
+            max_queue=self._config.prefill.max_queue,
+        )
+
+    def load(self) -> Load:
+        free = self._blocks.free_count * self._layout.block_tokens
+        return Load(self._scheduler.running, self._scheduler.waiting, free)
+
+    def state(self) -> Mapping[str, object]:
+        return {
+            "streams": len(self.streams),
+            "waiting": self._scheduler.waiting,
+            "running": self._scheduler.running,
+            "tickets": len(self._tickets),
+            "kv_blocks_used": self._blocks.used,
+            "kv_blocks": self._blocks.num_blocks,
+            "arena_bytes_used": self._landing.arena.used_bytes,
+            "arena_bytes": self._landing.arena.nbytes,
+            "steps": self.steps.steps,
+            "background": len(self._background),
+            "tasks": len(asyncio.all_tasks()),
+            **self.memory.state(),
+        }
+
+    def healthy(self) -> bool:
+        return self.memory.healthy()
+
+    def tick(self) -> None:
+        if self.memory.tick():
+            self.steps.poke()
+
+    def check_integrity(self) -> None:
+        """Assert the bookkeeping; call it when idle or after a test."""
+        self._scheduler.check_integrity()
+        self._blocks.check_integrity()
+        self._landing.arena.check_integrity()
+        self.memory.leases.check_integrity()
+        if not self._tickets and not self.memory.leases.quarantined_bytes:
+            assert self._blocks.used == 0, "a block leaked"
+
+    def start(self) -> asyncio.Task[None]:
+        return self.steps.start()
+
+    async def shut_down(self) -> None:
+        await self.steps.close()
+        self._planner.shutdown(wait=False, cancel_futures=True)
+        await self.memory.close()
+
+
+def num_blocks(config: Config) -> int:
+    """Blocks of prefill's pool."""
+    return max(1, config.kv.prefill_tokens // config.kv.block_tokens)
