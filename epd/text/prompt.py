@@ -1,0 +1,299 @@
+"""Messages to prompt ids: the checkpoint's own chat template, users' text as text.
+
+    messages ──> mark what users typed that looks like a control token
+             ──> chat template (unmarked placeholders are the template's own)
+             ──> each placeholder becomes its image's run
+             ──> tokenise: marked pieces as plain text, the rest as usual
+
+For ordinary text this gives exactly the ids of transformers'
+``processor.apply_chat_template(..., tokenize=True)``. Text is left in place for
+the template (templates trim and inspect it), so no sentinel stands in its stead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+
+from epd.errors import EpdError, ErrorKind, invalid
+from epd.text.messages import ChatMessage, ImagePart, ImageSize, TextPart
+
+_PROBE = "zq7probe"
+
+
+class PlannedItem(Protocol):
+    """What the prompt needs to know of an image (`epd.models.processor.ItemPlan`)."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def grid(self) -> tuple[int, ...]: ...
+    @property
+    def replacement(self) -> str: ...
+
+
+Plan = Callable[[int, int, int], PlannedItem]
+"""(width, height, images in the request) -> plan of one image."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRows:
+    """Rows and patch grid of one image of the prompt."""
+
+    rows: int
+    grid: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """A prompt with all placeholders expanded; `items` in the order of the images."""
+
+    token_ids: tuple[int, ...]
+    items: tuple[ItemRows, ...]
+
+    @property
+    def image_tokens(self) -> int:
+        return sum(item.rows for item in self.items)
+
+
+class PromptBuilder:
+    """Builds prompts for one checkpoint. Not thread-safe where the processor isn't.
+
+    `hf` is transformers' processor, `plan` counts the rows of a picture.
+
+    Raises:
+        EpdError: the checkpoint has no chat template, or one that shows no text.
+    """
+
+    @classmethod
+    def load(cls, path: str) -> PromptBuilder:
+        """Read a checkpoint's processor (imports torch and transformers)."""
+        from epd.models.processor import Processor
+
+        processor = Processor.load(path)
+        return cls(processor.hf, processor.image_token, processor.image_token_id, processor.plan)
+
+    def __init__(self, hf: Any, image_token: str, image_token_id: int, plan: Plan) -> None:
+        self._hf = hf
+        self._tokenizer = hf.tokenizer
+        self._image_token = image_token
+        self._image_token_id = image_token_id
+        self._plan = plan
+        self._template = _template_source(hf)
+        controls = _control_tokens(self._tokenizer, self._template, image_token)
+        self._controls = re.compile("|".join(map(re.escape, controls)))
+        self._placeholder = re.compile(re.escape(image_token))
+        self._listed = self._takes_lists()
+        self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    def build(
+        self,
+        messages: Sequence[ChatMessage],
+        sizes: Sequence[ImageSize],
+        max_tokens: int | None = None,
+    ) -> PromptPlan:
+        """Ids and rows of a prompt. `max_tokens` lets hopeless lengths fail early.
+
+        Raises:
+            EpdError: the template refuses the conversation or leaves an image out
+                (named), or the text can't fit `max_tokens`.
+        """
+        texts = [part.text for m in messages for part in m.parts if isinstance(part, TextPart)]
+        if max_tokens is not None:
+            self._check_length(texts, max_tokens)
+        marks = _Marks.unused_in([*texts, self._template])
+        rendered = self._render(messages, marks)
+        if self._count_placeholders(rendered, marks) != len(sizes):
+            raise self._left_out(messages, marks)
+        plans = [self._planned(size, len(sizes)) for size in sizes]
+        ids = self._tokenise(rendered, marks, [plan.replacement for plan in plans])
+        rows = sum(plan.rows for plan in plans)
+        if ids.count(self._image_token_id) != rows:
+            raise invalid("the text can't be told from image placeholders", "messages")
+        if not ids:
+            raise invalid("the prompt is empty", "messages")
+        return PromptPlan(tuple(ids), tuple(ItemRows(p.rows, tuple(p.grid)) for p in plans))
+
+    def _planned(self, size: ImageSize, images: int) -> PlannedItem:
+        try:
+            return self._plan(size.width, size.height, images)
+        except EpdError as error:
+            error.param = error.param or size.param or None
+            raise
+
+    def _check_length(self, texts: Iterable[str], max_tokens: int) -> None:
+        size = sum(len(text.encode("utf-8", "replace")) for text in texts)
+        if size > max_tokens * self._longest_token:
+            raise EpdError(
+                ErrorKind.CONTEXT_LENGTH_EXCEEDED,
+                f"the text of {size} bytes can't fit a context of {max_tokens} tokens",
+                param="messages",
+            )
+
+    # --- rendering -----------------------------------------------------------------
+
+    def _render(self, messages: Sequence[ChatMessage], marks: _Marks) -> str:
+        conversation = [self._templated(message, marks) for message in messages]
+        try:
+            text: str = self._hf.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, KeyError) as error:
+            reason = f"the chat template refuses this conversation: {error}"
+            raise invalid(reason, "messages") from error
+        return text
+
+    def _templated(self, message: ChatMessage, marks: _Marks) -> dict[str, Any]:
+        if not self._listed:
+            joined = "".join(
+                self._image_token if isinstance(part, ImagePart) else self._mark(part.text, marks)
+                for part in message.parts
+            )
+            return {"role": message.role, "content": joined}
+        content = [
+            {"type": "image"}
+            if isinstance(part, ImagePart)
+            else {"type": "text", "text": self._mark(part.text, marks)}
+            for part in message.parts
+        ]
+        # Templates look at content[0]: an empty turn is an empty text.
+        return {"role": message.role, "content": content or [{"type": "text", "text": ""}]}
+
+    def _mark(self, text: str, marks: _Marks) -> str:
+        normalizer = self._tokenizer.backend_tokenizer.normalizer
+        if normalizer is not None and not text.isascii():
+            # What only normalisation turns into a control token is marked as well.
+            normal = normalizer.normalize_str(text)
+            if len(self._controls.findall(normal)) > len(self._controls.findall(text)):
+                text = normal
+        return self._controls.sub(lambda found: marks.wrap(found[0]), text)
+
+    def _takes_lists(self) -> bool:
+        """Whether the template reads lists of parts (else it wants one string)."""
+        for content in ([{"type": "text", "text": _PROBE}], _PROBE):
+            try:
+                text = self._hf.apply_chat_template(
+                    [{"role": "user", "content": content}],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                )
+            except (TemplateError, TypeError, KeyError):
+                continue
+            if text.count(_PROBE) == 1 and "'type'" not in text:
+                return isinstance(content, list)
+        raise invalid("the checkpoint's chat template doesn't show a user's text", "model.path")
+
+    # --- images ----------------------------------------------------------------------
+
+    def _count_placeholders(self, rendered: str, marks: _Marks) -> int:
+        pieces = marks.split(rendered)
+        return sum(len(self._placeholder.findall(text)) for text, plain in pieces if not plain)
+
+    def _left_out(self, messages: Sequence[ChatMessage], marks: _Marks) -> EpdError:
+        """Name the first image that the template doesn't show where it stands."""
+        whole = self._count_placeholders(self._render(messages, marks), marks)
+        for i, message in enumerate(messages):
+            for j, part in enumerate(message.parts):
+                if not isinstance(part, ImagePart):
+                    continue
+                fewer = ChatMessage(message.role, (*message.parts[:j], *message.parts[j + 1 :]))
+                without = self._render([*messages[:i], fewer, *messages[i + 1 :]], marks)
+                if self._count_placeholders(without, marks) != whole - 1:
+                    reason = f"this model takes no image in a {message.role} message"
+                    return invalid(reason, f"messages[{i}].content[{j}]")
+        return invalid("the chat template doesn't show every image once", "messages")
+
+    # --- tokens ----------------------------------------------------------------------
+
+    def _tokenise(self, rendered: str, marks: _Marks, replacements: Sequence[str]) -> list[int]:
+        left = iter(replacements)
+        pieces = [
+            (text if plain else self._placeholder.sub(lambda _: next(left), text), plain)
+            for text, plain in marks.split(rendered)
+        ]
+        bos = self._tokenizer.bos_token
+        # As in transformers: a template that writes the first token itself gets no other.
+        add_special = not (bos and rendered.startswith(bos))
+        if len(pieces) == 1 and not pieces[0][1]:
+            ids: list[int] = self._tokenizer(pieces[0][0], add_special_tokens=add_special).input_ids
+            return ids
+        ids = [i for text, plain in pieces for i in self._piece_ids(text, plain)]
+        before, after = self._frame() if add_special else ([], [])
+        return [*before, *ids, *after]
+
+    def _piece_ids(self, text: str, plain: bool) -> list[int]:
+        if not plain:
+            ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
+            return ids
+        ids = _plain_ids(self._tokenizer.backend_tokenizer, text)
+        if self._tokenizer.convert_tokens_to_ids(text) in ids:
+            raise invalid(f"this tokenizer can't write {text!r} as plain text", "messages")
+        return ids
+
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """Special ids that the tokenizer itself puts before and after a text."""
+        bare: list[int] = self._tokenizer("a", add_special_tokens=False).input_ids
+        framed: list[int] = self._tokenizer("a", add_special_tokens=True).input_ids
+        start = next(at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
+        return framed[:start], framed[start + len(bare) :]
+
+
+def _plain_ids(backend: Any, text: str) -> list[int]:
+    """Ids of `text` from the tokenizer's model alone, without its added tokens."""
+    if backend.normalizer is not None:
+        text = backend.normalizer.normalize_str(text)
+    splits = [text]
+    if backend.pre_tokenizer is not None:
+        splits = [split for split, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+    return [token.id for split in splits for token in backend.model.tokenize(split)]
+
+
+def _template_source(hf: Any) -> str:
+    template = hf.chat_template or hf.tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str):
+        raise invalid("the checkpoint has no chat template", "model.path")
+    return template
+
+
+def _control_tokens(tokenizer: Any, template: str, image_token: str) -> list[str]:
+    """Special tokens, and added tokens that the template itself writes; longest first."""
+    found = {
+        token.content
+        for token in tokenizer.added_tokens_decoder.values()
+        if token.special or (token.content in template and not token.content.isspace())
+    }
+    return sorted(found | {image_token}, key=lambda token: (-len(token), token))
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """Two characters that occur nowhere in a request's text; they fence users' tokens."""
+
+    start: str
+    end: str
+
+    @classmethod
+    def unused_in(cls, texts: Iterable[str]) -> _Marks:
+        used = set().union(*texts)
+        free = (chr(point) for point in range(0xF0000, 0xFFFFE) if chr(point) not in used)
+        return cls(next(free), next(free))
+
+    def wrap(self, text: str) -> str:
+        return f"{self.start}{text}{self.end}"
+
+    def split(self, rendered: str) -> list[tuple[str, bool]]:
+        """Pieces of text; True for what stood between marks.
+
+        A template's own string functions may part a pair of marks: a lone mark
+        disappears, but what stood beside it can't join into a token.
+        """
+        pattern = f"{self.start}([^{self.start}{self.end}]*){self.end}|[{self.start}{self.end}]"
+        parts = re.split(pattern, rendered)
+        pieces = [(text, at % 2 == 1) for at, text in enumerate(parts) if text]
+        return pieces or [("", False)]

@@ -1,0 +1,184 @@
+"""The HTTP API: OpenAI's chat completions, models, health, metrics, state."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import HTTPException
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from epd.errors import EpdError, ErrorKind
+from epd.jobs import Stage
+from epd.obs import logs, metrics
+from gateway.chat import STAGE, Answer, ChatService, new_request_id
+from gateway.openai import Encoder
+from gateway.responses import ClientGone, EventStream, read_body, unless_gone
+from gateway.schema import parse_body
+
+_log = logging.getLogger(__name__)
+_MAX_CLIENT_ID = 128
+
+
+def build_app(service: ChatService, vocab_size: int, fingerprint: str) -> FastAPI:
+    """Routes over one service. No state of its own."""
+    app = FastAPI(title="epd", openapi_url=None, docs_url=None, redoc_url=None)
+    registry = service.pipeline.stages.registry
+    started = int(time.time())
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        request_id = new_request_id()
+        request.state.request_id = request_id
+        with logs.bind(request_id):
+            return await _chat(request, request_id, service, vocab_size)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [model_json()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != service.model:
+            raise EpdError(
+                ErrorKind.MODEL_NOT_FOUND, f"the model {name!r} is not served here", param="model"
+            )
+        return _json(model_json())
+
+    def model_json() -> dict[str, Any]:
+        return {
+            "id": service.model,
+            "object": "model",
+            "created": started,
+            "owned_by": "epd",
+            "max_model_len": service.preparer.max_context,
+            "fingerprint": fingerprint,
+            "input_modalities": ["text", "image"],
+            "output_modalities": ["text"],
+        }
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        stages = {str(stage): len(registry.live(stage)) for stage in Stage}
+        is_ready = all(stages.values()) and not service.draining
+        state = "draining" if service.draining else "ready" if is_ready else "waiting"
+        body = {"status": state, "live_workers": stages, "workers": registry.describe()}
+        return _json(body, 200 if is_ready else 503)
+
+    @app.get("/metrics")
+    async def metric_page() -> Response:
+        for what, value in counts(service).items():
+            metrics.STATE.labels(STAGE, what).set(value)
+        return Response(generate_latest(metrics.REGISTRY), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/debug/state")
+    async def state() -> Response:
+        return _json({**counts(service), "workers": registry.describe()})
+
+    _add_error_handlers(app)
+    return app
+
+
+def counts(service: ChatService) -> dict[str, int]:
+    """What is under way; all zero (but tasks) when the gateway is idle."""
+    workers = service.pipeline.stages.registry.workers
+    return {
+        "in_flight": service.inflight,
+        "runs": service.pipeline.running,
+        "teardowns": service.pipeline.teardowns,
+        "streams": sum(len(worker.streams) for worker in workers),
+        "tasks": len(asyncio.all_tasks()),
+    }
+
+
+async def _chat(
+    request: Request, request_id: str, service: ChatService, vocab_size: int
+) -> Response:
+    limits = service.config.limits
+    body = await read_body(request, limits.max_body_bytes)
+    call = parse_body(body, limits, vocab_size)
+    del body
+    if client_id := request.headers.get("x-request-id", ""):
+        shown = "".join(filter(str.isprintable, client_id[:_MAX_CLIENT_ID]))
+        _log.info("client calls this request %s", shown)
+    answer = await unless_gone(request.receive, service.open(call, request_id))
+    encoder = Encoder(answer, service.model, service.vocabulary)
+    headers = {"x-request-id": request_id}
+    if call.stream:
+        return EventStream(answer, encoder, headers)
+    try:
+        content = await unless_gone(request.receive, _whole(answer, encoder))
+    finally:
+        answer.cancel()
+    return Response(content, media_type="application/json", headers=headers)
+
+
+async def _whole(answer: Answer, encoder: Encoder) -> bytes:
+    pieces = [piece async for piece in answer.pieces()]
+    return encoder.whole(pieces)
+
+
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(orjson.dumps(body), status, media_type="application/json")
+
+
+# --- errors --------------------------------------------------------------------------
+
+
+def error_response(error: EpdError, request: Request) -> Response:
+    """OpenAI's error object with the table's status."""
+    headers = {}
+    if request_id := getattr(request.state, "request_id", ""):
+        headers["x-request-id"] = request_id
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    response = _json(error.openai_body(), error.mapping.http_status)
+    response.headers.update(headers)
+    return response
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def on_epd_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, EpdError)
+        metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
+        level = logging.INFO if error.mapping.users_fault else logging.WARNING
+        extra = {"kind": str(error.kind), "param": error.param}
+        with logs.bind(getattr(request.state, "request_id", "")):
+            _log.log(level, "refused: %s", error.message, extra=extra)
+        return error_response(error, request)
+
+    async def on_client_gone(request: Request, error: Exception) -> Response:
+        _log.info("the client is gone")
+        return error_response(EpdError(ErrorKind.CANCELLED, "the client is gone"), request)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, StarletteHTTPException)
+        what = EpdError(
+            ErrorKind.INVALID_REQUEST, f"{request.method} {request.url.path}: {error.detail}"
+        )
+        response = _json(what.openai_body(), error.status_code)
+        response.headers.update(error.headers or {})
+        return response
+
+    async def on_fault(request: Request, error: Exception) -> Response:
+        _log.error("unforeseen", exc_info=error)
+        request_id = getattr(request.state, "request_id", "?")
+        what = EpdError(ErrorKind.INTERNAL, f"internal error; see the log of request {request_id}")
+        return error_response(what, request)
+
+    app.add_exception_handler(EpdError, on_epd_error)
+    app.add_exception_handler(ClientGone, on_client_gone)
+    app.add_exception_handler(StarletteHTTPException, on_http_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_fault)

@@ -1,0 +1,219 @@
+"""One answer, whatever the API in front of it: text pieces, usage, timeline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from epd.config import Config
+from epd.errors import EpdError, ErrorKind
+from epd.jobs import FinishReason
+from epd.obs import metrics
+from epd.text.output import OutputText, Piece
+from epd.text.vocabulary import Vocabulary
+from gateway.pipeline import Pipeline, Run
+from gateway.prepare import Preparer
+from gateway.request import Accepted, NewTokens, PlannedRequest
+from gateway.schema import ChatCall
+from gateway.timeline import Timeline
+
+_log = logging.getLogger(__name__)
+STAGE = "gateway"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one answer. The prompt's include text and image placeholders, always."""
+
+    prompt: int
+    completion: int
+    image: int
+    cached: int
+
+
+def new_request_id() -> str:
+    return f"chatcmpl-{secrets.token_hex(12)}"
+
+
+class ChatService:
+    """What the HTTP and the gRPC API share. One per gateway."""
+
+    def __init__(
+        self,
+        model: str,
+        config: Config,
+        preparer: Preparer,
+        pipeline: Pipeline,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.preparer = preparer
+        self.pipeline = pipeline
+        self.tokenizer = tokenizer
+        self.vocabulary = Vocabulary(tokenizer)
+        self.draining = False
+        self.inflight = 0
+
+    async def open(
+        self, call: ChatCall, request_id: str, deadline_s: float | None = None
+    ) -> Answer:
+        """Check, plan, and get the request admitted. The caller must `cancel` the answer
+        in the end, whatever happens.
+
+        Raises:
+            EpdError: nothing was begun, or all of it was given up.
+        """
+        if call.model not in ("", self.model):
+            raise EpdError(
+                ErrorKind.MODEL_NOT_FOUND,
+                f"the model {call.model!r} is not served here; it is {self.model!r}",
+                param="model",
+            )
+        timeline = Timeline()
+        longest = self.config.limits.request_deadline_s
+        allowed = longest if deadline_s is None else min(deadline_s, longest)
+        deadline = asyncio.get_running_loop().time() + allowed
+        self._enter()
+        try:
+            async with asyncio.timeout_at(deadline):
+                timeline.begin("plan")
+                request = await self.preparer.plan(call, request_id)
+                timeline.end("plan")
+            run = self.pipeline.start(request, deadline, timeline)
+        except TimeoutError:
+            self.inflight -= 1
+            raise EpdError(
+                ErrorKind.DEADLINE_EXCEEDED, "the request's deadline has passed"
+            ) from None
+        except BaseException:
+            self.inflight -= 1
+            raise
+        answer = Answer(self, call, request, run, timeline, deadline)
+        try:
+            await answer.accepted()
+        except BaseException:
+            answer.cancel()
+            raise
+        return answer
+
+    def _enter(self) -> None:
+        if self.draining:
+            raise EpdError(
+                ErrorKind.STAGE_UNAVAILABLE, "the gateway is shutting down", retry_after_s=1.0
+            )
+        if self.inflight >= self.config.limits.max_inflight:
+            raise EpdError(
+                ErrorKind.OVERLOADED,
+                f"{self.inflight} requests are in flight already",
+                retry_after_s=1.0,
+            )
+        self.inflight += 1
+
+
+class Answer:
+    """The output of one request as it comes. `reason` is set after the last piece."""
+
+    def __init__(
+        self,
+        service: ChatService,
+        call: ChatCall,
+        request: PlannedRequest,
+        run: Run,
+        timeline: Timeline,
+        deadline: float,
+    ) -> None:
+        self.call = call
+        self.request_id = request.request_id
+        self.deadline = deadline
+        self.timeline = timeline
+        self.reason: FinishReason | None = None
+        self._service = service
+        self._request = request
+        self._run = run
+        self._cached = 0
+        self._open = True
+        self._text = OutputText(
+            service.tokenizer,
+            service.vocabulary,
+            call.generation.stop,
+            request.sampling.ending_ids,
+        )
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt=len(self._request.token_ids),
+            completion=self._text.sampled,
+            image=self._request.image_tokens,
+            cached=self._cached,
+        )
+
+    async def accepted(self) -> None:
+        """Wait until prefill has reserved memory for the request."""
+        event = await self._run.next()
+        assert isinstance(event, Accepted)
+        self._cached = event.cached_tokens
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Text that may be sent, each piece with its tokens.
+
+        Raises:
+            EpdError: the answer ends here with a fault.
+        """
+        try:
+            async for piece in self._pieces():
+                yield piece
+        except EpdError as error:
+            metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
+            raise
+
+    async def _pieces(self) -> AsyncIterator[Piece]:
+        while True:
+            event = await self._run.next()
+            if isinstance(event, NewTokens):
+                for token in event.tokens:
+                    piece = self._text.push(token)
+                    if piece is not None:
+                        yield piece
+                    if self._text.stopped:
+                        self._end(FinishReason.STOP)
+                        return
+            else:
+                assert not isinstance(event, Accepted)
+                if (piece := self._text.finish()) is not None:
+                    yield piece
+                stopped = self._text.stopped
+                self._end(FinishReason.STOP if stopped else event.reason)
+                return
+
+    def _end(self, reason: FinishReason) -> None:
+        self.timeline.end("decode")
+        self.reason = reason
+        self.cancel("a stop string is complete")
+
+    def cancel(self, reason: str = "the client is gone") -> None:
+        """Let go of everything; stages tear down in the background. Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        self._run.cancel(reason)
+        self._service.inflight -= 1
+        outcome = "ok" if self.reason is not None else "failed or cancelled"
+        metrics.REQUESTS.labels(STAGE, outcome).inc()
+        for phase in self.timeline.phases:
+            name = phase.name.partition("[")[0]
+            metrics.PHASE_SECONDS.labels(STAGE, name).observe(phase.duration_ms / 1e3)
+        _log.info(
+            "answer ended",
+            extra={
+                "outcome": str(self.reason or reason),
+                "prompt_tokens": len(self._request.token_ids),
+                "completion_tokens": self._text.sampled,
+            },
+        )

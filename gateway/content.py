@@ -1,0 +1,146 @@
+"""Messages of an OpenAI chat body: roles, parts, and where the images are.
+
+Only typed content parts are images; strings are strings. Parts keep their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from epd.config import LimitsConfig
+from epd.errors import invalid
+from epd.text.messages import ChatMessage, ImagePart, TextPart
+from gateway.fields import Fields, kind_of
+
+# "developer" is OpenAI's newer name of the system role; checkpoints know "system".
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_NOT_SERVED: dict[str, Sequence[Any]] = {
+    "name": (),
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "function_call": (),
+    "refusal": (),
+    "audio": (),
+    "annotations": ([],),
+    "reasoning_content": (),
+    "reasoning": (),
+}
+_PART_NOT_SERVED: dict[str, Sequence[Any]] = {"cache_control": (), "prompt_cache_breakpoint": ()}
+_UNSERVED_PARTS = frozenset(
+    {"input_audio", "audio_url", "video", "video_url", "file", "refusal", "input_image"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image as the client sent it: a URL, base64 text, or the file's bytes."""
+
+    value: str | bytes
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    messages: tuple[ChatMessage, ...]
+    images: tuple[ImageSource, ...]
+
+
+def read_messages(value: Any, limits: LimitsConfig) -> Conversation:
+    """Check and translate ``messages``.
+
+    Raises:
+        EpdError: naming the message and the part at fault.
+    """
+    if not isinstance(value, list):
+        what = "is missing" if value is None else f"must be an array, not {kind_of(value)}"
+        raise invalid(f"messages: {what}", "messages")
+    if len(value) > limits.max_messages:
+        raise invalid(f"messages: more than {limits.max_messages}", "messages")
+    images: list[ImageSource] = []
+    messages = [_message(item, f"messages[{i}]", images) for i, item in enumerate(value)]
+    return conversation(messages, images, limits)
+
+
+def conversation(
+    messages: Sequence[ChatMessage], images: Sequence[ImageSource], limits: LimitsConfig
+) -> Conversation:
+    """What must hold for a conversation, however it came (HTTP or gRPC)."""
+    if not messages:
+        raise invalid("messages: must not be empty", "messages")
+    if len(images) > limits.max_images:
+        raise invalid(
+            f"{len(images)} images, at most {limits.max_images} are allowed",
+            images[limits.max_images].param,
+        )
+    if not any(_says_something(message) for message in messages if message.role == "user"):
+        raise invalid("messages: no user message holds text or an image", "messages")
+    return Conversation(tuple(messages), tuple(images))
+
+
+def _says_something(message: ChatMessage) -> bool:
+    return any(isinstance(part, ImagePart) or part.text.strip() for part in message.parts)
+
+
+def _message(value: Any, path: str, images: list[ImageSource]) -> ChatMessage:
+    fields = Fields(value, path)
+    role = fields.required_string("role")
+    if role not in _ROLES:
+        raise fields.wrong("role", f"{role!r} is not supported; one of {', '.join(_ROLES)}")
+    content = fields.take("content")
+    fields.refuse(_NOT_SERVED, "is not supported")
+    fields.done()
+    where = f"{path}.content"
+    if isinstance(content, str):
+        _check_text(content, where)
+        return ChatMessage(_ROLES[role], (TextPart(content),))
+    if not isinstance(content, list):
+        what = "is missing" if content is None else f"is {kind_of(content)}"
+        raise invalid(f"{where}: must be a string or an array of parts, {what}", where)
+    parts = [_part(item, f"{where}[{j}]", images) for j, item in enumerate(content)]
+    return ChatMessage(_ROLES[role], tuple(parts))
+
+
+def _part(value: Any, path: str, images: list[ImageSource]) -> TextPart | ImagePart:
+    fields = Fields(value, path)
+    kind = fields.required_string("type")
+    fields.refuse(_PART_NOT_SERVED, "is not supported")
+    if kind == "text":
+        text = fields.required_string("text")
+        _check_text(text, f"{path}.text")
+        fields.done()
+        return TextPart(text)
+    if kind == "image_url":
+        source = _image_url(fields, path)
+    elif kind == "image":
+        source = ImageSource(fields.required_string("image"), f"{path}.image")
+    else:
+        known = "is not supported" if kind in _UNSERVED_PARTS else "is unknown"
+        raise invalid(f"{path}.type: {kind!r} {known}", f"{path}.type")
+    fields.done()
+    images.append(source)
+    return ImagePart(len(images) - 1)
+
+
+def _image_url(fields: Fields, path: str) -> ImageSource:
+    value = fields.take("image_url")
+    if value is None:
+        raise fields.wrong("image_url", "is missing")
+    if isinstance(value, str):
+        return ImageSource(value, f"{path}.image_url")
+    inner = Fields(value, f"{path}.image_url")
+    url = inner.required_string("url")
+    # Pictures are always taken at full size.
+    if (detail := inner.string("detail")) not in (None, "auto", "high"):
+        raise inner.wrong("detail", f"{detail!r} is not supported; auto or high")
+    inner.done()
+    return ImageSource(url, f"{path}.image_url.url")
+
+
+def _check_text(text: str, where: str) -> None:
+    """A lone surrogate can't be encoded, so it can't be tokenised."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise invalid(f"{where}: holds an unpaired surrogate", where) from error

@@ -1,0 +1,220 @@
+"""The gateway process: what it is made of, its start, and its orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import orjson
+import uvicorn
+from fastapi import FastAPI
+
+from epd.config import Config
+from epd.errors import EpdError, ErrorKind, invalid
+from epd.models.processor import Processor
+from epd.models.spec import ModelSpec, read_spec
+from epd.obs import logs
+from epd.rpc.server import Server
+from epd.text.prompt import PromptBuilder
+from gateway.app import build_app
+from gateway.attempt import Stages
+from gateway.chat import STAGE, ChatService
+from gateway.grpc_api import SERVICE, GatewayService
+from gateway.membership import MembershipService, sweep_forever
+from gateway.pipeline import Pipeline
+from gateway.prepare import Preparer, Served
+from gateway.prompts import PromptPool
+from gateway.streams import Connections
+from gateway.workers import Registry
+from protos.epd.v1 import gateway_pb2_grpc, membership_pb2_grpc
+
+_log = logging.getLogger(__name__)
+_MEMBERSHIP = "epd.v1.Membership"
+_PRUNE_S = 5.0
+_STOP_S = 1.0
+
+
+async def serve(config: Config) -> None:
+    """Serve until SIGTERM, then drain: no new requests, running ones get their time.
+
+    Prints one line ``READY {json}`` on stdout when all addresses are open.
+
+    Raises:
+        EpdError: the checkpoint or an address can't be used.
+    """
+    logs.setup(config.log, STAGE)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    gateway = await Gateway.create(config)
+    try:
+        addresses = await gateway.start()
+        ready = orjson.dumps({"stage": STAGE, **addresses, "pid": os.getpid()})
+        print(f"READY {ready.decode()}", flush=True)
+        await stop.wait()
+        await gateway.drain(config.worker.grace_s)
+    finally:
+        await gateway.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    spec: ModelSpec
+    processor: Processor
+
+
+def _load(config: Config) -> _Loaded:
+    if not config.model.path:
+        raise invalid("model.path: no checkpoint given", "model.path")
+    processor = Processor.load(config.model.path)
+    # Built once here, so that a checkpoint without a usable template stops the start.
+    PromptBuilder(processor.hf, processor.image_token, processor.image_token_id, processor.plan)
+    return _Loaded(read_spec(config.model.path, config.model.dtype), processor)
+
+
+class Gateway:
+    """All parts of a gateway. `start`, then `drain`, then `close`."""
+
+    def __init__(self, config: Config, loaded: _Loaded) -> None:
+        self._config = config
+        spec, processor = loaded.spec, loaded.processor
+        self.registry = Registry(spec.fingerprint, spec.dtype, config.gateway.dead_s)
+        self._connections = Connections(config.rpc)
+        stages = Stages(self.registry, self._connections, config, spec.fingerprint)
+        self._pipeline = Pipeline(stages)
+        self._prompts = PromptPool(config.model.path, config.gateway.preprocess_workers)
+        served = Served(spec, processor.config_digest, processor.image_key)
+        self._preparer = Preparer(served, config, self._prompts, self.registry.limits)
+        self.service = ChatService(
+            config.model.name or spec.name,
+            config,
+            self._preparer,
+            self._pipeline,
+            processor.tokenizer.backend_tokenizer,
+        )
+        self.app = build_app(self.service, spec.vocab_size, spec.fingerprint)
+        self._membership = Server(
+            STAGE, [_MEMBERSHIP], config.rpc, max_message_bytes=config.rpc.control_bytes
+        )
+        membership_pb2_grpc.add_MembershipServicer_to_server(
+            MembershipService(self.registry, config.gateway), self._membership.grpc
+        )
+        self._public = Server(
+            STAGE, [SERVICE], config.rpc, max_message_bytes=config.limits.max_body_bytes
+        )
+        gateway_pb2_grpc.add_GatewayServicer_to_server(
+            GatewayService(self.service, spec.vocab_size, spec.fingerprint), self._public.grpc
+        )
+        self._http: _Http | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def create(cls, config: Config) -> Gateway:
+        """Load the checkpoint's config, tokenizer and processor; no weights."""
+        return cls(config, await asyncio.to_thread(_load, config))
+
+    async def start(self) -> dict[str, str]:
+        """Open the addresses; returns them by API."""
+        config = self._config.gateway
+        membership = await self._membership.start(config.host, config.membership_port)
+        self._http = _Http(self.app, config.host, config.http_port)
+        public = await self._public.start(config.host, config.grpc_port)
+        await self._prompts.start()
+        await self._membership.set_serving(True)
+        await self._public.set_serving(True)
+        await self._http.start()
+        self._tasks = [
+            asyncio.create_task(sweep_forever(self.registry, config.dead_s)),
+            asyncio.create_task(self._prune_forever()),
+        ]
+        return {"http": self._http.address, "grpc": public, "membership": membership}
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse what is new; let what runs come to its end, at most so long."""
+        self.service.draining = True
+        await self._public.set_serving(False)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + grace_s
+        while self.service.inflight and loop.time() < until:
+            await asyncio.sleep(0.05)
+
+    async def close(self) -> None:
+        """End every call, process and connection of this gateway."""
+        for task in self._tasks:
+            task.cancel()
+        if self._http is not None:
+            await self._http.stop()
+        await self._public.stop(_STOP_S)
+        await self._pipeline.drain()
+        await self._membership.stop(0)
+        await self._connections.close()
+        self._preparer.close()
+
+    async def _prune_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_PRUNE_S)
+            await self._connections.prune()
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals are the process's, not the HTTP server's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Http:
+    """uvicorn on a socket of our own, so that port 0 works and failures are typed."""
+
+    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+        self._socket = _listen(host, port)
+        bound = self._socket.getsockname()
+        self.address = f"{host}:{bound[1]}"
+        self._server = _Uvicorn(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                timeout_graceful_shutdown=int(_STOP_S),
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started and not self._task.done():
+            await asyncio.sleep(0.005)
+        if self._task.done():
+            self._task.result()
+
+    async def stop(self) -> None:
+        """Open streams get a second, then they are cut."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await asyncio.wait([self._task])
+        self._socket.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+        found.listen(1024)
+    except OSError as error:
+        found.close()
+        raise EpdError(
+            ErrorKind.INVALID_REQUEST,
+            f"can't listen on {host}:{port}: {error.strerror}",
+            param="gateway.http_port",
+        ) from error
+    return found

@@ -1,0 +1,123 @@
+"""Server side of membership: workers register here and report their load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from epd.config import GatewayConfig
+from epd.errors import EpdError
+from epd.jobs import Stage
+from gateway.workers import Capacity, Card, Registry, Worker, card_identity
+from protos.epd.v1 import membership_pb2 as pb
+from protos.epd.v1 import membership_pb2_grpc as pb_grpc
+
+_log = logging.getLogger(__name__)
+_STAGES = {
+    pb.STAGE_ENCODE: Stage.ENCODE,
+    pb.STAGE_PREFILL: Stage.PREFILL,
+    pb.STAGE_DECODE: Stage.DECODE,
+}
+
+
+class MembershipService(pb_grpc.MembershipServicer):
+    """Translates reports into the registry's verbs."""
+
+    def __init__(self, registry: Registry, config: GatewayConfig) -> None:
+        self._registry = registry
+        self._config = config
+        # Which stream speaks for a worker: one that joins again outlives its old stream.
+        self._speakers: dict[int, object] = {}
+
+    async def Join(
+        self, request_iterator: AsyncIterator[pb.WorkerReport], context: Any
+    ) -> AsyncIterator[pb.GatewayReply]:
+        reports = aiter(request_iterator)
+        first = await anext(reports, None)
+        if first is None or first.WhichOneof("kind") != "hello":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message is Hello")
+            return
+        try:
+            worker = self._registry.join(card_from_hello(first.hello))
+        except EpdError as error:
+            _log.warning("refused %s: %s", first.hello.address, error.message)
+            yield pb.GatewayReply(refused=pb.Refused(reason=error.message))
+            return
+        _log.info("%s joined: %s", card_identity(worker.card), "+".join(worker.card.stages))
+        yield self._welcome()
+        token = object()
+        self._speakers[id(worker)] = token
+        try:
+            async for report in reports:
+                if worker.gone:
+                    reason = "dropped after silence; join again"
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
+                self._take(worker, report)
+                yield pb.GatewayReply(beat=pb.Beat())
+        finally:
+            self._left(worker, token)
+
+    def _left(self, worker: Worker, token: object) -> None:
+        if self._speakers.get(id(worker)) is not token:
+            return
+        del self._speakers[id(worker)]
+        if worker.gone:
+            return
+        _log.info("%s left", card_identity(worker.card))
+        # Calls of a worker that died fail by themselves; those of one that drains
+        # go on to their end.
+        self._registry.drop(worker, "its membership ended", lose_calls=False)
+
+    def _welcome(self) -> pb.GatewayReply:
+        return pb.GatewayReply(
+            welcome=pb.Welcome(
+                heartbeat_ms=int(self._config.heartbeat_s * 1000),
+                dead_ms=int(self._config.dead_s * 1000),
+            )
+        )
+
+    def _take(self, worker: Worker, report: pb.WorkerReport) -> None:
+        kind = report.WhichOneof("kind")
+        if kind == "heartbeat":
+            beat = report.heartbeat
+            worker.running, worker.waiting = beat.running, beat.waiting
+            worker.kv_tokens_free, worker.steps = beat.kv_tokens_free, beat.steps
+            worker.serving = beat.serving
+            self._registry.heard(worker)
+        elif kind == "leaving":
+            _log.info("%s drains", card_identity(worker.card))
+            worker.draining = True
+            self._registry.heard(worker)
+
+
+def card_from_hello(hello: pb.Hello) -> Card:
+    capacity = hello.capacity
+    return Card(
+        address=hello.address,
+        epoch=hello.epoch,
+        stages=frozenset(_STAGES[stage] for stage in hello.stages if stage in _STAGES),
+        fingerprint=hello.fingerprint,
+        dtype=hello.dtype,
+        kv_layout=hello.kv_layout,
+        kv_block_shape=tuple(hello.kv_block_shape),
+        numerics_id=hello.numerics_id,
+        capacity=Capacity(
+            kv_tokens=capacity.kv_tokens,
+            max_context=capacity.max_context,
+            max_rows=capacity.max_rows,
+            max_queue=capacity.max_queue,
+        ),
+        version=hello.version,
+    )
+
+
+async def sweep_forever(registry: Registry, dead_s: float) -> None:
+    """Notice silent workers: stopped processes and cut links, which end no stream."""
+    while True:
+        await asyncio.sleep(dead_s / 8)
+        for worker in registry.sweep():
+            _log.warning("%s is silent: dropped", card_identity(worker.card))

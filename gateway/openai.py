@@ -1,0 +1,158 @@
+"""Answers in OpenAI's JSON: chunks of a stream, whole completions, errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from epd.errors import EpdError
+from epd.text.output import Piece, TextToken
+from epd.text.vocabulary import Vocabulary
+from gateway.chat import Answer, Usage
+from gateway.timeline import Timeline
+
+DONE = b"data: [DONE]\n\n"
+_FLOOR = -9999.0
+"""JSON has no -inf: what can't be sampled has this logprob."""
+
+
+class Encoder:
+    """Encodes one answer. Chunks are bytes, ready for the wire."""
+
+    def __init__(self, answer: Answer, model: str, vocabulary: Vocabulary) -> None:
+        self._answer = answer
+        self._vocabulary = vocabulary
+        self._logprobs = answer.call.generation.sampling.logprobs
+        self._head = {"id": answer.request_id, "created": int(time.time()), "model": model}
+
+    def first(self) -> bytes:
+        return self._chunk({"role": "assistant", "content": ""}, None, None)
+
+    def piece(self, piece: Piece) -> bytes:
+        logprobs = self._token_logprobs(piece.tokens) if self._logprobs else None
+        return self._chunk({"content": piece.text}, None, logprobs)
+
+    def last(self) -> bytes:
+        """Finish chunk, usage chunk if asked for, and the end mark."""
+        answer = self._answer
+        extra: dict[str, Any] = {}
+        if answer.call.timeline:
+            extra["timeline"] = timeline_json(answer.timeline)
+        chunks = [self._chunk({}, str(answer.reason), None, extra)]
+        if answer.call.include_usage:
+            body = {**self._chunk_head(), "choices": [], "usage": usage_json(answer.usage)}
+            chunks.append(_event(body))
+        return b"".join([*chunks, DONE])
+
+    def whole(self, pieces: Sequence[Piece]) -> bytes:
+        """The body of an answer that is not streamed."""
+        answer = self._answer
+        tokens = [token for piece in pieces for token in piece.tokens]
+        choice = {
+            "index": 0,
+            "message": {
+                "role": "assistant",
+                "content": "".join(piece.text for piece in pieces),
+                "refusal": None,
+            },
+            "logprobs": self._token_logprobs(tokens) if self._logprobs else None,
+            "finish_reason": str(answer.reason),
+        }
+        body: dict[str, Any] = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [choice],
+            "usage": usage_json(answer.usage),
+        }
+        if answer.call.timeline:
+            body["timeline"] = timeline_json(answer.timeline)
+        return orjson.dumps(body)
+
+    def _chunk_head(self) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk"}
+
+    def _chunk(
+        self,
+        delta: dict[str, str],
+        reason: str | None,
+        logprobs: dict[str, Any] | None,
+        extra: dict[str, Any] | None = None,
+    ) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        body = {**self._chunk_head(), "choices": [choice], **(extra or {})}
+        if self._answer.call.include_usage:
+            body["usage"] = None
+        return _event(body)
+
+    def _token_logprobs(self, tokens: Sequence[TextToken]) -> dict[str, Any]:
+        return {"content": [self._token_logprob(token) for token in tokens], "refusal": None}
+
+    def _token_logprob(self, token: TextToken) -> dict[str, Any]:
+        sampled = token.token
+        return {
+            **self._entry(sampled.id, sampled.logprob, token.raw),
+            "top_logprobs": [
+                self._entry(index, logprob, self._vocabulary.raw(index))
+                for index, logprob in sampled.top
+            ],
+        }
+
+    def _entry(self, token_id: int, logprob: float | None, raw: bytes) -> dict[str, Any]:
+        shown = raw or (
+            self._vocabulary.name(token_id) if self._vocabulary.is_skipped(token_id) else b""
+        )
+        return {
+            "token": shown.decode(errors="replace"),
+            "logprob": _finite(logprob),
+            "bytes": list(raw),
+        }
+
+
+def error_event(error: EpdError) -> bytes:
+    """What ends a stream that fails after it began: the error, then the end mark."""
+    return _event(error.openai_body()) + DONE
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {
+            "cached_tokens": usage.cached,
+            "image_tokens": usage.image,
+            "audio_tokens": 0,
+        },
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
+def timeline_json(timeline: Timeline) -> dict[str, Any]:
+    return {
+        "phases": [
+            {
+                "name": phase.name,
+                "start_ms": round(phase.start_ms, 3),
+                "duration_ms": round(phase.duration_ms, 3),
+                "bytes": phase.bytes,
+            }
+            for phase in timeline.phases
+        ]
+    }
+
+
+def _finite(logprob: float | None) -> float:
+    """Never NaN or infinite: JSON has neither."""
+    return _FLOOR if logprob is None or not logprob > _FLOOR else logprob
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"

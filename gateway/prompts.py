@@ -1,0 +1,122 @@
+"""Prompts are built off the event loop: in a few processes, or in one thread.
+
+A process that dies (out of memory, a fault in native code) fails the requests that
+were with the pool, typed; the pool is built anew for those that come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import signal
+from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+from epd.errors import EpdError, ErrorKind
+from epd.lifetime import die_with_parent
+from epd.text.messages import ChatMessage, ImageSize
+from epd.text.prompt import PromptBuilder, PromptPlan
+
+_log = logging.getLogger(__name__)
+_builder: PromptBuilder | None = None
+"""The process's (or thread pool's) own builder."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An EpdError on its way between processes."""
+
+    kind: ErrorKind
+    message: str
+    param: str | None
+
+
+def _start(path: str, child: bool) -> None:
+    global _builder
+    if child:
+        die_with_parent()
+        # Ctrl-C goes to the whole group; the gateway drains and then ends the pool.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _builder = PromptBuilder.load(path)
+
+
+def _warm() -> None:
+    assert _builder is not None
+
+
+def _build(
+    messages: Sequence[ChatMessage], sizes: Sequence[ImageSize], max_tokens: int
+) -> PromptPlan | _Failure:
+    assert _builder is not None
+    try:
+        return _builder.build(messages, sizes, max_tokens)
+    except EpdError as error:
+        return _Failure(error.kind, error.message, error.param)
+
+
+class PromptPool:
+    """Builds prompts for one checkpoint; `workers` 0 means a thread of this process."""
+
+    def __init__(self, path: str, workers: int) -> None:
+        self._path = path
+        self._workers = workers
+        self._pool = self._new_pool()
+        self.rebuilt = 0
+
+    async def start(self) -> None:
+        """Load the processor everywhere.
+
+        Raises:
+            EpdError: it can't be loaded.
+        """
+        await asyncio.gather(*(self._run(self._pool, _warm) for _ in range(max(1, self._workers))))
+
+    async def build(
+        self, messages: Sequence[ChatMessage], sizes: Sequence[ImageSize], max_tokens: int
+    ) -> PromptPlan:
+        """See `PromptBuilder.build`.
+
+        Raises:
+            EpdError: also STAGE_UNAVAILABLE, if a process of the pool died.
+        """
+        result = await self._run(self._pool, _build, messages, sizes, max_tokens)
+        if isinstance(result, _Failure):
+            raise EpdError(result.kind, result.message, param=result.param)
+        assert isinstance(result, PromptPlan)
+        return result
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, pool: Executor, function: object, *args: object) -> object:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(pool, function, *args)  # type: ignore[arg-type]
+        except BrokenProcessPool as error:
+            self._rebuild(pool)
+            raise EpdError(
+                ErrorKind.STAGE_UNAVAILABLE,
+                "a process that prepares prompts died; try again",
+                retry_after_s=1.0,
+            ) from error
+
+    def _rebuild(self, broken: Executor) -> None:
+        if self._pool is not broken:
+            return  # another request of the same crash was here first
+        _log.error("a prompt process died: starting a new pool")
+        self.rebuilt += 1
+        broken.shutdown(wait=False)
+        self._pool = self._new_pool()
+
+    def _new_pool(self) -> Executor:
+        if self._workers == 0:
+            return ThreadPoolExecutor(1, "prompt", initializer=_start, initargs=(self._path, False))
+        return ProcessPoolExecutor(
+            self._workers,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_start,
+            initargs=(self._path, True),
+        )

@@ -1,0 +1,58 @@
+"""One request inside the gateway: what was planned, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epd.jobs import FinishReason, ImageItem, SampledToken, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """Everything that the stages need; `images[i]` is the file of `items[i]`."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    items: tuple[ImageItem, ...]
+    images: tuple[bytes, ...]
+    sampling: SamplingParams
+    image_params: tuple[str, ...] = ()
+    """Where the client wrote each image, for errors that only decoding finds."""
+    salt: bytes = b""
+
+    @property
+    def image_tokens(self) -> int:
+        return sum(item.rows for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Prefill reserved memory for the request. Comes once, first."""
+
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """More output, in order, without gaps or repeats."""
+
+    tokens: tuple[SampledToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The output is complete. Last."""
+
+    reason: FinishReason
+
+
+Event = Accepted | NewTokens | Ended
+
+
+def finished_by(output: list[SampledToken], params: SamplingParams) -> FinishReason | None:
+    """Whether these tokens are a whole output, and why."""
+    if not output:
+        return None
+    if output[-1].id in params.ending_ids and len(output) > params.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(output) >= params.max_tokens else None

@@ -1,0 +1,131 @@
+"""HTTP plumbing: bodies with a cap, clients that go away, streams of events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from epd.errors import EpdError, ErrorKind
+from gateway.chat import Answer
+from gateway.openai import Encoder, error_event
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+_LINGER_S = 5.0
+"""How long after its deadline a stream may wait for a client that doesn't read."""
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        EpdError: REQUEST_TOO_LARGE, as soon as that is known.
+        ClientGone: it left while sending.
+    """
+    too_large = EpdError(ErrorKind.REQUEST_TOO_LARGE, f"the body has more than {limit} bytes")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise too_large
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise too_large
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`; cancel it when the client goes away.
+
+    Raises:
+        ClientGone: it did.
+    """
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await _cancel(task, watch)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+class EventStream(Response):
+    """Server-sent events of one answer. Ends it when the client goes away.
+
+    Exactly one terminal: the finish chunk and [DONE], or an error event and [DONE].
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer, encoder: Encoder, headers: dict[str, str]) -> None:
+        self._answer = answer
+        self._encoder = encoder
+        self.status_code = 200
+        self.background = None
+        self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        sender = asyncio.create_task(self._send(send))
+        watch = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait(
+                {sender, watch},
+                timeout=self._answer.deadline + _LINGER_S - loop.time(),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            self._answer.cancel()
+            await _cancel(sender, watch)
+        if sender.cancelled():
+            _log.info("the client of %s is gone", self._answer.request_id)
+        elif (error := sender.exception()) is not None and not isinstance(error, OSError):
+            raise error
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for chunk in self._chunks():
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        encoder = self._encoder
+        yield encoder.first()
+        try:
+            async for piece in self._answer.pieces():
+                yield encoder.piece(piece)
+        except EpdError as error:
+            _log.warning("stream ends with %s: %s", error.kind, error.message)
+            yield error_event(error)
+            return
+        yield encoder.last()

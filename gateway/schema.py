@@ -1,0 +1,221 @@
+"""The body of POST /v1/chat/completions: every field served, refused, or unknown.
+
+OpenAI's names and meanings, plus extensions with the names that other servers
+use (top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids) and
+`timeline`. A field that would change the answer is never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from epd.config import LimitsConfig
+from epd.errors import invalid
+from epd.jobs import SamplingParams
+from gateway.content import Conversation, read_messages
+from gateway.fields import Fields
+
+_GREEDY_BELOW = 1e-5
+"""A temperature under this would overflow half precision: it means greedy."""
+_INT64 = 1 << 63
+_MANY_TOKENS = (1 << 31) - 1
+
+# Known, not served: the values listed change nothing and pass.
+_NOT_SERVED: dict[str, Sequence[Any]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "moderation": (),
+    "prompt_cache_key": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "echo": (False,),
+    "prompt_logprobs": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "bad_words": ([],),
+    "priority": (0,),
+}
+# Identify the caller, change no answer.
+_ACCEPTED = ("user", "metadata", "safety_identifier")
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """How to generate, as far as the client said it."""
+
+    sampling: SamplingParams
+    """`max_tokens`, `seed` and `eos_token_ids` are filled in later."""
+    max_tokens: int | None
+    seed: int | None
+    stop: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """A checked request."""
+
+    model: str
+    conversation: Conversation
+    generation: Generation
+    stream: bool = False
+    include_usage: bool = False
+    timeline: bool = False
+
+
+def parse_body(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCall:
+    """Check a JSON body.
+
+    Raises:
+        EpdError: INVALID_REQUEST naming the field (`param`) as the client wrote it.
+    """
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise invalid(f"the body is no JSON: {error}") from error
+    fields = Fields(value, "")
+    model = fields.required_string("model")
+    conversation = read_messages(fields.take("messages"), limits)
+    generation = read_generation(fields, limits, vocab_size)
+    stream = fields.boolean("stream")
+    include_usage = _stream_options(fields, stream)
+    timeline = fields.boolean("timeline")
+    fields.refuse(_NOT_SERVED, "is not supported")
+    for name in _ACCEPTED:
+        fields.take(name)
+    fields.done()
+    return ChatCall(model, conversation, generation, stream, include_usage, timeline)
+
+
+def read_generation(fields: Fields, limits: LimitsConfig, vocab_size: int) -> Generation:
+    """The fields that decide how tokens are chosen and when the output ends."""
+    max_tokens = _max_tokens(fields)
+    min_tokens = fields.integer("min_tokens", 0, _MANY_TOKENS) or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise fields.wrong("min_tokens", f"{min_tokens} is more than max_tokens")
+    temperature = fields.number("temperature", 0.0, 2.0, default=1.0)
+    top_p = fields.number("top_p", 0.0, 1.0, default=1.0)
+    if top_p == 0:
+        raise fields.wrong("top_p", "must be more than 0")
+    repetition = fields.number("repetition_penalty", 0.0, 10.0, default=1.0)
+    if repetition == 0:
+        raise fields.wrong("repetition_penalty", "must be more than 0")
+    logprobs, top_logprobs = _logprobs(fields, limits)
+    sampling = SamplingParams(
+        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
+        top_k=max(fields.integer("top_k", -1, _MANY_TOKENS) or 0, 0),
+        top_p=top_p,
+        min_p=fields.number("min_p", 0.0, 1.0, default=0.0),
+        repetition_penalty=repetition,
+        presence_penalty=fields.number("presence_penalty", -2.0, 2.0, default=0.0),
+        frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0, default=0.0),
+        logit_bias=_logit_bias(fields, vocab_size),
+        stop_token_ids=_stop_token_ids(fields, vocab_size),
+        min_tokens=min_tokens,
+        ignore_eos=fields.boolean("ignore_eos"),
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+    )
+    seed = fields.integer("seed", -_INT64, 2 * _INT64 - 1)
+    return Generation(sampling, max_tokens, seed, _stop(fields, limits))
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    old = fields.integer("max_tokens", 1, _MANY_TOKENS)
+    new = fields.integer("max_completion_tokens", 1, _MANY_TOKENS)
+    if old is not None and new is not None and old != new:
+        raise fields.wrong("max_tokens", "differs from max_completion_tokens; send one of them")
+    return new if new is not None else old
+
+
+def _logprobs(fields: Fields, limits: LimitsConfig) -> tuple[bool, int]:
+    logprobs = fields.boolean("logprobs")
+    top = fields.integer("top_logprobs", 0, limits.max_top_logprobs)
+    if top and not logprobs:
+        raise fields.wrong("top_logprobs", "needs logprobs: true")
+    return logprobs, top or 0
+
+
+def _logit_bias(fields: Fields, vocab_size: int) -> Mapping[int, float]:
+    value = fields.take("logit_bias")
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise fields.wrong("logit_bias", "must be an object of token ids")
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        name = f"logit_bias.{key}"
+        if not (isinstance(key, str) and key.isascii() and key.isdigit()):
+            raise fields.wrong(name, "is no token id")
+        if len(key) > 10 or int(key) >= vocab_size:
+            raise fields.wrong(name, f"the vocabulary has {vocab_size} ids")
+        bias[int(key)] = fields.check_number(name, number, -100.0, 100.0)
+    return bias
+
+
+def _stop_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    ids = fields.array("stop_token_ids") or ()
+    for at, value in enumerate(ids):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
+            reason = f"must be an id from 0 to {vocab_size - 1}"
+            raise fields.wrong(f"stop_token_ids[{at}]", reason)
+    return tuple(ids)
+
+
+def _stop(fields: Fields, limits: LimitsConfig) -> tuple[str, ...]:
+    value = fields.take("stop")
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise fields.wrong("stop", "must be a string or an array of strings")
+    if len(stops) > limits.max_stop_strings:
+        raise fields.wrong("stop", f"at most {limits.max_stop_strings} strings are allowed")
+    for stop in stops:
+        if not 1 <= len(stop) <= limits.max_stop_length:
+            raise fields.wrong("stop", f"strings have 1 to {limits.max_stop_length} characters")
+    return tuple(dict.fromkeys(stops))
+
+
+def _stream_options(fields: Fields, stream: bool) -> bool:
+    value = fields.take("stream_options")
+    if value is None:
+        return False
+    if not stream:
+        raise fields.wrong("stream_options", "needs stream: true")
+    options = Fields(value, "stream_options")
+    include_usage = options.boolean("include_usage")
+    options.refuse({"include_obfuscation": (False,)}, "is not supported")
+    options.done()
+    return include_usage

@@ -1,0 +1,198 @@
+"""A call to one stage, as the pipeline holds it: sends never block, reads are bounded.
+
+grpc.aio cancels a whole call when a task that awaits its read or write is
+cancelled. Here two tasks of the stream's own do that, so the pipeline's tasks can
+be cancelled and the call still be closed in order (Cancel, ReadsTerminal, end).
+A reader that lags fills the inbox; then nothing more is read from the wire, and
+flow control holds the sender back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import grpc.aio
+
+from epd.config import RpcConfig
+from epd.errors import EpdError, ErrorKind
+from epd.jobs import Stage
+from epd.rpc.channels import dial
+from epd.rpc.status import from_rpc_error
+from gateway.workers import Worker
+from protos.epd.v1 import decode_pb2_grpc, encode_pb2_grpc, prefill_pb2_grpc
+
+_INBOX = 64
+_DETAILS = "grpc-status-details-bin"
+_STUBS: dict[Stage, Any] = {
+    Stage.ENCODE: encode_pb2_grpc.EncodeStub,
+    Stage.PREFILL: prefill_pb2_grpc.PrefillStub,
+    Stage.DECODE: decode_pb2_grpc.DecodeStub,
+}
+
+
+class StageFault(Exception):
+    """A stage failed the request. `lost`: contact broke, so nobody told us why."""
+
+    def __init__(self, error: EpdError, stage: Stage, worker: Worker, lost: bool) -> None:
+        super().__init__(f"{stage} {worker.card.address}: {error.message}")
+        self.error = error
+        self.stage = stage
+        self.worker = worker
+        self.lost = lost
+
+
+class StageStream:
+    """One bidirectional call. `next` may be used by one task at a time."""
+
+    def __init__(self, stage: Stage, worker: Worker, call: Any) -> None:
+        self.stage = stage
+        self.worker = worker
+        self.lost = False
+        self._call = call
+        self._inbox: deque[Any] = deque()
+        self._outbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._news = asyncio.Event()
+        self._room = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._error: EpdError | None = None
+        self._half_closed = False
+        worker.streams.add(self)
+        worker.pending += 1
+        self._tasks = (asyncio.create_task(self._read()), asyncio.create_task(self._write()))
+
+    def send(self, message: Any) -> None:
+        """Queue a message; dropped if the call has ended (`next` tells why)."""
+        if not self._half_closed:
+            self._outbox.put_nowait(message)
+
+    def finish(self) -> None:
+        """Half-close: the lease, or the job, is over cleanly. May be called twice."""
+        if not self._half_closed:
+            self._half_closed = True
+            self._outbox.put_nowait(None)
+
+    def abort(self) -> None:
+        """End the call without a word: its owner must quarantine."""
+        if not self._ended.is_set():
+            self.lost = True
+            self._call.cancel()
+
+    def lose(self, error: EpdError) -> None:
+        """The worker is taken for dead: whoever waits is told so now."""
+        if not self._ended.is_set():
+            self._error = self._error or error
+            self.abort()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    async def next(self) -> Any:
+        """The next event; None after the call's clean end.
+
+        Raises:
+            StageFault: the call failed.
+        """
+        while not self._inbox:
+            if self._ended.is_set():
+                if self._error is not None:
+                    raise StageFault(self._error, self.stage, self.worker, self.lost)
+                return None
+            self._news.clear()
+            await self._news.wait()
+        event = self._inbox.popleft()
+        self._room.set()
+        return event
+
+    async def cancel_and_wait(self, message: Any, bound_s: float) -> bool:
+        """Ask a reader to stop; True once it says that no read is under way."""
+        self.send(message)
+        try:
+            async with asyncio.timeout(bound_s):
+                while (event := await self.next()) is not None:
+                    if event.WhichOneof("kind") == "reads_terminal":
+                        return bool(event.reads_terminal.clean)
+        except StageFault:
+            return not self.lost
+        except TimeoutError:
+            return False
+        return not self.lost
+
+    async def settle(self, bound_s: float) -> None:
+        """Wait for the call's end, dropping events; force it when the bound runs out."""
+        try:
+            async with asyncio.timeout(bound_s):
+                while (await self.next()) is not None:
+                    pass
+        except StageFault:
+            pass
+        except TimeoutError:
+            self.abort()
+        await asyncio.wait(self._tasks)
+
+    async def _read(self) -> None:
+        try:
+            async for event in self._call:
+                self._inbox.append(event)
+                self._news.set()
+                while len(self._inbox) >= _INBOX:
+                    self._room.clear()
+                    await self._room.wait()
+        except grpc.aio.AioRpcError as error:
+            self.lost = not any(key == _DETAILS for key, _ in error.trailing_metadata() or ())
+            self._error = self._error or from_rpc_error(error)
+        except asyncio.CancelledError:
+            # Our own `abort`; nobody cancels this task.
+            self.lost = True
+            self._error = self._error or EpdError(ErrorKind.CANCELLED, "the call was cancelled")
+        finally:
+            self._ended.set()
+            self._news.set()
+            self._outbox.put_nowait(None)
+            self.worker.streams.discard(self)
+
+    async def _write(self) -> None:
+        try:
+            while (message := await self._outbox.get()) is not None:
+                await self._call.write(message)
+            if not self._ended.is_set():
+                await self._call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
+            return  # the call has ended; `_read` knows why
+
+
+class Connections:
+    """One channel to each worker, opened when first used."""
+
+    def __init__(self, config: RpcConfig) -> None:
+        self._config = config
+        self._channels: dict[int, tuple[Worker, grpc.aio.Channel]] = {}
+
+    def open(self, stage: Stage, worker: Worker, timeout_s: float, request_id: str) -> StageStream:
+        """Start a call. It ends at the deadline by itself."""
+        channel = self._channel(worker)
+        call = _STUBS[stage](channel).Run(
+            timeout=max(timeout_s, 0.001), metadata=(("x-request-id", request_id),)
+        )
+        return StageStream(stage, worker, call)
+
+    def _channel(self, worker: Worker) -> grpc.aio.Channel:
+        known = self._channels.get(id(worker))
+        if known is None:
+            known = (worker, dial(worker.card.address, self._config))
+            self._channels[id(worker)] = known
+        return known[1]
+
+    async def prune(self) -> None:
+        """Close channels of workers that are gone and hold no call any more."""
+        for key, (worker, channel) in list(self._channels.items()):
+            if worker.gone and not worker.streams:
+                del self._channels[key]
+                await channel.close()
+
+    async def close(self) -> None:
+        channels, self._channels = self._channels, {}
+        for _, channel in channels.values():
+            await channel.close()

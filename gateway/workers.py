@@ -1,0 +1,281 @@
+"""Who serves: the workers that registered, their state, and what they can hold.
+
+    join ──> LIVE ──silence: sweep──────────────> gone (its calls are cancelled)
+              │ └──stream ends / new epoch──────> gone
+              └──Leaving──> DRAINING ──stream ends──> gone
+
+A worker is its address *and* its epoch: restarted on the same address it is a new
+one. After lost contact on a call it is passed over until its next heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from blake3 import blake3
+
+from epd.errors import EpdError, ErrorKind
+from epd.jobs import Stage
+from gateway import router
+
+KV_STAGES = frozenset({Stage.PREFILL, Stage.DECODE})
+
+
+class OpenStream(Protocol):
+    """A call to a worker that can be given up from outside."""
+
+    def lose(self, error: EpdError) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    kv_tokens: int = 0
+    max_context: int = 0
+    max_rows: int = 0
+    max_queue: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a worker said of itself when it joined."""
+
+    address: str
+    epoch: int
+    stages: frozenset[Stage]
+    fingerprint: str
+    dtype: str
+    kv_layout: str = ""
+    kv_block_shape: tuple[int, ...] = ()
+    numerics_id: str = ""
+    capacity: Capacity = Capacity()
+    version: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One life of one worker process, as this gateway knows it."""
+
+    card: Card
+    last_seen: float
+    running: int = 0
+    waiting: int = 0
+    kv_tokens_free: int = 0
+    steps: int = 0
+    serving: bool = True
+    draining: bool = False
+    suspect: bool = False
+    gone: bool = False
+    pending: int = 0
+    """Streams that we opened since its last heartbeat."""
+    streams: set[OpenStream] = field(default_factory=set)
+
+    @property
+    def load(self) -> int:
+        return self.running + self.waiting + self.pending
+
+    @property
+    def identity(self) -> bytes:
+        """Stable over restarts, so that digests keep their worker."""
+        return self.card.address.encode()
+
+    @property
+    def state(self) -> str:
+        if self.gone:
+            return "gone"
+        if self.draining:
+            return "draining"
+        if self.suspect:
+            return "suspect"
+        return "live" if self.serving else "not serving"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The smallest of the live workers' capacities; None: nobody said."""
+
+    max_context: int | None
+    max_rows: int | None
+
+
+class Registry:
+    """All workers of one model. Every change wakes those in `changed`.
+
+    `fingerprint` and `dtype` are the gateway's own checkpoint's.
+    """
+
+    def __init__(
+        self,
+        fingerprint: str,
+        dtype: str,
+        dead_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fingerprint = fingerprint
+        self._dtype = dtype
+        self._dead_s = dead_s
+        self._clock = clock
+        self._workers: dict[str, Worker] = {}
+        self._turn = 0
+        self._change = asyncio.Event()
+
+    # --- membership ------------------------------------------------------------------
+
+    def join(self, card: Card) -> Worker:
+        """Take a worker in; the same life joining again keeps its place.
+
+        Raises:
+            EpdError: CONTRACT_MISMATCH naming what differs, with both values.
+        """
+        self._check(card)
+        known = self._workers.get(card.address)
+        if known is not None and known.card.epoch == card.epoch:
+            known.card, known.draining, known.suspect = card, False, False
+            known.last_seen = self._clock()
+        else:
+            if known is not None:
+                self.drop(known, "another life of it joined")
+            known = Worker(card, self._clock())
+            self._workers[card.address] = known
+        self._wake()
+        return known
+
+    def heard(self, worker: Worker) -> None:
+        """A heartbeat's load was stored: the worker lives."""
+        worker.last_seen = self._clock()
+        worker.pending = 0
+        worker.suspect = False
+        self._wake()
+
+    def drop(self, worker: Worker, reason: str, lose_calls: bool = True) -> None:
+        """The worker left. Its open calls are given up unless they may go on."""
+        worker.gone = True
+        if self._workers.get(worker.card.address) is worker:
+            del self._workers[worker.card.address]
+        if lose_calls:
+            names = "+".join(sorted(worker.card.stages))
+            error = EpdError(
+                ErrorKind.STAGE_UNAVAILABLE, f"{names} worker lost: {reason}", retry_after_s=1.0
+            )
+            for stream in list(worker.streams):
+                stream.lose(error)
+        self._wake()
+
+    def sweep(self) -> list[Worker]:
+        """Drop every worker that was silent for too long; returns them."""
+        limit = self._clock() - self._dead_s
+        silent = [worker for worker in self._workers.values() if worker.last_seen < limit]
+        for worker in silent:
+            self.drop(worker, f"silent for {self._dead_s:g} s")
+        return silent
+
+    def _check(self, card: Card) -> None:
+        _same("fingerprint", card.fingerprint, self._fingerprint)
+        _same("dtype", card.dtype, self._dtype)
+        if not card.stages or not card.address:
+            raise EpdError(ErrorKind.CONTRACT_MISMATCH, "a worker needs stages and an address")
+        if not card.stages & KV_STAGES:
+            return
+        for other in self._workers.values():
+            if other.card.stages & KV_STAGES and other.card.address != card.address:
+                _same("kv_layout", card.kv_layout, other.card.kv_layout)
+                _same("kv_block_shape", card.kv_block_shape, other.card.kv_block_shape)
+
+    # --- choice ------------------------------------------------------------------------
+
+    def live(self, stage: Stage) -> list[Worker]:
+        """Workers of a stage that work may be sent to."""
+        return [
+            worker
+            for worker in self._workers.values()
+            if stage in worker.card.stages and worker.state == "live"
+        ]
+
+    def choose(
+        self, stage: Stage, avoid: Iterable[Worker] = (), digest: bytes | None = None
+    ) -> Worker:
+        """A live worker, rather none of `avoid`.
+
+        Raises:
+            EpdError: STAGE_UNAVAILABLE if none is live.
+        """
+        live = self.live(stage)
+        if not live:
+            raise unavailable(stage)
+        avoided = set(map(id, avoid))
+        candidates = [worker for worker in live if id(worker) not in avoided] or live
+        self._turn += 1
+        if digest is not None:
+            return router.for_digest(candidates, digest)
+        return router.least_loaded(candidates, self._turn)
+
+    def has_other(self, stage: Stage, avoid: Iterable[Worker]) -> bool:
+        avoided = set(map(id, avoid))
+        return any(id(worker) not in avoided for worker in self.live(stage))
+
+    async def until_live(self, stages: Iterable[Stage], bound_s: float) -> None:
+        """Wait, at most so long, until each of `stages` has a live worker."""
+        wanted = tuple(stages)
+        try:
+            async with asyncio.timeout(bound_s):
+                while not all(self.live(stage) for stage in wanted):
+                    self._change.clear()
+                    await self._change.wait()
+        except TimeoutError:
+            return
+
+    def limits(self) -> Limits:
+        cards = [worker.card for worker in self._workers.values() if not worker.draining]
+        contexts = [c.capacity.max_context for c in cards if c.stages & KV_STAGES]
+        rows = [c.capacity.max_rows for c in cards if c.stages - {Stage.DECODE}]
+        return Limits(_least(contexts), _least(rows))
+
+    def describe(self) -> list[dict[str, Any]]:
+        """All workers, for operators."""
+        return [
+            {
+                "address": worker.card.address,
+                "epoch": f"{worker.card.epoch:016x}",
+                "stages": sorted(worker.card.stages),
+                "state": worker.state,
+                "running": worker.running,
+                "waiting": worker.waiting,
+                "kv_tokens_free": worker.kv_tokens_free,
+                "steps": worker.steps,
+                "streams": len(worker.streams),
+                "version": worker.card.version,
+            }
+            for worker in self._workers.values()
+        ]
+
+    @property
+    def workers(self) -> list[Worker]:
+        return list(self._workers.values())
+
+    def _wake(self) -> None:
+        self._change.set()
+
+
+def unavailable(stage: Stage) -> EpdError:
+    return EpdError(
+        ErrorKind.STAGE_UNAVAILABLE, f"no {stage} worker is available", retry_after_s=1.0
+    )
+
+
+def card_identity(card: Card) -> str:
+    """Short name of one life of a worker, for logs."""
+    return f"{card.address}#{blake3(card.epoch.to_bytes(8)).hexdigest(4)}"
+
+
+def _least(values: Sequence[int]) -> int | None:
+    return min((value for value in values if value > 0), default=None)
+
+
+def _same(what: str, theirs: object, ours: object) -> None:
+    if theirs != ours:
+        raise EpdError(
+            ErrorKind.CONTRACT_MISMATCH, f"{what}: worker has {theirs!r}, gateway wants {ours!r}"
+        )
