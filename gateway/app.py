@@ -80,7 +80,7 @@ def build_app(service: ChatService, vocab_size: int, fingerprint: str) -> FastAP
     async def metric_page() -> Response:
         for what, value in counts(service).items():
             metrics.STATE.labels(STAGE, what).set(value)
-        return Response(generate_latest(metrics.REGISTRY), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/debug/state")
     async def state() -> Response:

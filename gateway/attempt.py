@@ -98,6 +98,7 @@ class Attempt:
         self._announced: list[prefill_pb2.KvReady] = []
         self._start: decode_pb2.Start | None = None
         self._reason: FinishReason | None = None
+        self._joined_decode = False
 
     async def run(self) -> FinishReason:
         """Deliver the output's rest and return why it ended.
@@ -305,7 +306,9 @@ class Attempt:
     async def _follow_decode(self, stream: StageStream) -> None:
         while (event := await stream.next()) is not None:
             kind = event.WhichOneof("kind")
-            if kind == "kv_fetched":
+            if kind == "admitted":
+                self._joined_decode = True
+            elif kind == "kv_fetched":
                 fetched = event.kv_fetched
                 self._timeline.end("kv transfer", fetched.transfer_bytes)
                 self._timeline.begin("decode")
@@ -392,10 +395,23 @@ class Attempt:
         assert self._tasks is not None
         self._tasks.create_task(work)  # type: ignore[arg-type]
 
+    @property
+    def progressed(self) -> bool:
+        """Whether this attempt delivered a token."""
+        return len(self._progress.output) > self._base
+
+    def preempted(self, fault: StageFault) -> bool:
+        """Decode had taken the request and pushed it out for want of blocks: not a
+        failure, it may go on in the same place."""
+        crowded = fault.error.kind is ErrorKind.OVERLOADED
+        return crowded and fault.stage is Stage.DECODE and self._joined_decode
+
     def blame(self, fault: StageFault) -> None:
         """Whom later attempts rather avoid. Of a failed read both ends: which one is
         at fault, nobody knows."""
         avoid = self._progress.avoid
+        if self.preempted(fault):
+            return
         avoid[fault.stage].append(fault.worker)
         if fault.error.kind is ErrorKind.TRANSFER_FAILED and fault.stage is Stage.PREFILL:
             avoid[Stage.ENCODE] += [stream.worker for stream in self._all_encoders()]

@@ -80,7 +80,9 @@ def call_from_proto(request: pb.ChatRequest, limits: LimitsConfig, vocab_size: i
 
 def _options(options: pb.GenerationOptions) -> dict[str, Any]:
     """As JSON would hold them, so that one set of checks serves both."""
-    found = {name: getattr(options, name) for name in _OPTIONAL if options.HasField(name)}
+    found: dict[str, Any] = {
+        name: getattr(options, name) for name in _OPTIONAL if options.HasField(name)
+    }
     return {
         **found,
         "logit_bias": {str(key): value for key, value in options.logit_bias.items()},

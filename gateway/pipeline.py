@@ -27,6 +27,7 @@ TEARDOWN of a fault that may pass ──> PLANNED again (attempt + 1) with
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Coroutine
 from typing import Any
@@ -139,7 +140,8 @@ class Run:
 
     async def _attempts(self) -> None:
         params = self._request.sampling
-        for number in range(MAX_ATTEMPTS):
+        failures = 0
+        for number in itertools.count():
             attempt = Attempt(
                 self._pipeline.stages, self._request, number, self._progress, self._deadline
             )
@@ -147,10 +149,13 @@ class Run:
                 reason: FinishReason | None = await attempt.run()
             except StageFault as fault:
                 attempt.blame(fault)
+                preempted = attempt.preempted(fault)
+                # A preempted request that moves on may do so as often as it must.
+                failures += not (preempted and attempt.progressed)
                 # If the output is whole, only decode's last word was lost.
                 reason = finished_by(self._progress.output, params)
                 if reason is None:
-                    self._check_retry(fault, number)
+                    self._check_retry(fault, failures, preempted)
                 self._reason = f"{fault.stage} failed"
             finally:
                 self._pipeline.spawn(attempt.teardown(self._reason))
@@ -159,15 +164,16 @@ class Run:
                 return
             await self._recover()
 
-    def _check_retry(self, fault: StageFault, number: int) -> None:
+    def _check_retry(self, fault: StageFault, failures: int, preempted: bool) -> None:
         """Return if another attempt makes sense, else raise the fault."""
-        avoid = self._progress.avoid[fault.stage]
-        if number + 1 >= MAX_ATTEMPTS or not fault.error.mapping.retryable:
+        if failures >= MAX_ATTEMPTS or not fault.error.mapping.retryable:
             raise fault
-        crowded = fault.error.kind is ErrorKind.OVERLOADED
+        avoid = self._progress.avoid[fault.stage]
+        crowded = fault.error.kind is ErrorKind.OVERLOADED and not preempted
         if crowded and not self._pipeline.stages.registry.has_other(fault.stage, avoid):
             raise fault
-        _log.warning("attempt %d failed, trying again: %s", number, fault)
+        extra = {"request": self._request.request_id}
+        _log.warning("trying again after failure %d: %s", failures, fault, extra=extra)
 
     async def _recover(self) -> None:
         """Wait a little for workers: one that restarts is back within a second or two."""
