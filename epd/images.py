@@ -13,6 +13,7 @@ the formats of `FORMATS` ever reach it (others would start programs or read file
 from __future__ import annotations
 
 import io
+import warnings
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -25,6 +26,10 @@ from epd.errors import EpdError, ErrorKind
 FORMATS: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF") + (
     ("AVIF",) if features.check("avif") else ()
 )
+# Pillow warns about metadata and sizes with texts made from the file. Python keeps each
+# text that it has shown: a leak that clients control. What matters here raises instead.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
 _RULE = b"epd-picture/1"
 """Enters every digest. Change it with the rule above, or caches answer for the old one."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 
 import numpy as np
 from PIL import Image
@@ -19,3 +21,14 @@ def encoded(picture: Image.Image, format: str = "PNG", **options: object) -> byt
     stream = io.BytesIO()
     picture.save(stream, format, **options)
     return stream.getvalue()
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    """One chunk of a PNG file."""
+    checksum = zlib.crc32(kind + content)
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
+
+
+def with_chunk(png: bytes, kind: bytes, content: bytes) -> bytes:
+    """Insert a chunk behind the header (8 bytes of signature, 25 of IHDR)."""
+    return png[:33] + chunk(kind, content) + png[33:]
