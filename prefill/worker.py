@@ -151,7 +151,7 @@ class PrefillWorker:
         item, place = ticket.job.items[index], ticket.landing[index]
         watch = Stopwatch()
         try:
-            stats = await self._landing.fetch(ticket.key, item, ticket.job.nonce, place, handle)
+            stats = await self._landing.fetch(_read_key(ticket), item, ticket.job.nonce, place, handle)
         except EpdError as error:
             self._fail(ticket, error)
             return
@@ -176,7 +176,7 @@ class PrefillWorker:
 
     async def _report_terminal(self, ticket: Ticket) -> None:
         bound = self._config.transfer.read_deadline_s
-        clean = await self.memory.engine.drain_reads(ticket.key, bound)
+        clean = await self.memory.engine.drain_reads(_read_key(ticket), bound)
         while ticket.in_step:
             await asyncio.sleep(0.001)
         self._tell_last(ticket, ReadsTerminal(clean))
@@ -228,7 +228,7 @@ class PrefillWorker:
 
     def _free_landing(self, ticket: Ticket) -> None:
         places, ticket.landing = list(ticket.landing.values()), {}
-        self._landing.free(places, ticket.key)
+        self._landing.free(places, _read_key(ticket))
 
     # -- steps --------------------------------------------------------------
 
@@ -419,6 +419,10 @@ class PrefillWorker:
         await self.steps.close()
         self._planner.shutdown(wait=False, cancel_futures=True)
         await self.memory.close()
+
+
+def _read_key(ticket: Ticket) -> tuple[str, int]:
+    return ("embedding", ticket.key)
 
 
 def num_blocks(config: Config) -> int:

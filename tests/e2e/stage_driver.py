@@ -1,0 +1,386 @@
+"""The three stages as processes, and a client that sequences them as a gateway would."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from PIL import Image
+
+from epd.config import RpcConfig
+from epd.jobs import DecodeJob, EncodeJob, ImageItem, PrefillJob, SamplingParams
+from epd.models.processor import Processor
+from epd.models.spec import read_spec
+from epd.rpc.channels import dial
+from epd.rpc.jobs import decode_job_to_proto, encode_job_to_proto, prefill_job_to_proto
+from protos.epd.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    encode_pb2,
+    encode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
+from tests.tiny.reference import reference_inputs
+
+STAGES = ("encode", "prefill", "decode")
+START_S = 90.0
+
+
+class StageProcess:
+    """One stage; use as a context manager. Its log is kept for a failing test."""
+
+    def __init__(self, stage: str, checkpoint: Path, log: Path, **settings: Any) -> None:
+        flags = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
+        self._log = log
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "epd.cli", stage, str(checkpoint), *flags],
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        self.stage = stage
+        self.address = self.metrics = ""
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("READY "), f"{self.stage} did not start:\n{self.log()}"
+        facts = json.loads(line.removeprefix("READY "))
+        assert facts["stage"] == self.stage
+        assert facts["pid"] == self.process.pid
+        self.address, self.metrics = facts["address"], facts["metrics"]
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def get(self, path: str) -> bytes:
+        with urllib.request.urlopen(f"http://{self.metrics}{path}", timeout=5) as answer:
+            return bytes(answer.read())
+
+    def state(self) -> dict[str, Any]:
+        return dict(json.loads(self.get("/debug/state")))
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+@dataclass
+class Stages:
+    """The three processes of one checkpoint."""
+
+    checkpoint: Path
+    folder: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+    processes: dict[str, StageProcess] = field(default_factory=dict)
+
+    def __enter__(self) -> Stages:
+        for stage in STAGES:
+            log = self.folder / f"{stage}.log"
+            self.processes[stage] = StageProcess(stage, self.checkpoint, log, **self.settings)
+        for process in self.processes.values():
+            process.wait_ready()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        codes = {stage: process.stop() for stage, process in self.processes.items()}
+        assert set(codes.values()) == {0}, (codes, self.processes["encode"].log())
+
+    def idle(self, within_s: float = 10.0, ignore: Sequence[str] = ()) -> dict[str, Any]:
+        """Wait until nothing is held anywhere; what is left if something stays."""
+        end = time.monotonic() + within_s
+        while left := self._left(ignore):
+            if time.monotonic() > end:
+                return left
+            time.sleep(0.05)
+        return {}
+
+    def _left(self, ignore: Sequence[str]) -> dict[str, Any]:
+        names = {
+            "streams", "waiting", "running", "tickets", "arena_bytes_used", "kv_blocks_used",
+            "leases_open", "leased_bytes", "quarantined_bytes", "reads_parked",
+            "reads_outstanding", "background",
+        } - set(ignore)  # fmt: skip
+        return {
+            f"{stage}.{name}": value
+            for stage, process in self.processes.items()
+            for name, value in process.state().items()
+            if name in names and value
+        }
+
+
+@dataclass
+class Request:
+    """What a gateway knows before it calls a stage."""
+
+    token_ids: list[int]
+    prompt_length: int
+    items: list[ImageItem]
+    files: list[bytes]
+    sampling: SamplingParams
+    fingerprint: str
+    name: str = field(default_factory=lambda: f"req-{secrets.token_hex(4)}")
+    nonce: int = field(default_factory=lambda: secrets.randbits(64))
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+class Planner:
+    """Turns messages and pictures into requests, once a checkpoint."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self.processor = Processor.load(checkpoint)
+        self.spec = read_spec(checkpoint)
+
+    def request(
+        self,
+        messages: Sequence[dict[str, Any]],
+        images: Sequence[Image.Image] = (),
+        sampling: SamplingParams | None = None,
+    ) -> Request:
+        ids = reference_inputs(self.checkpoint, messages, images)["input_ids"][0].tolist()
+        items = []
+        for index, image in enumerate(images):
+            plan = self.processor.plan(*image.size, len(images))
+            digest = secrets.token_bytes(32)
+            items.append(
+                ImageItem(index, digest, plan.rows, plan.grid, *image.size, len(images))
+            )
+        return Request(
+            ids,
+            len(ids),
+            items,
+            [png(image) for image in images],
+            sampling or greedy(self.spec.eos_token_ids),
+            self.spec.fingerprint,
+        )
+
+
+def greedy(eos: Sequence[int] = (), max_tokens: int = 16, **more: Any) -> SamplingParams:
+    return SamplingParams(eos_token_ids=tuple(eos), max_tokens=max_tokens, **more)
+
+
+@dataclass
+class Answer:
+    ids: list[int] = field(default_factory=list)
+    finish: int = 0
+    delta: int = 0
+    tokens: list[common_pb2.Token] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    """Names of all events, in order of arrival, with the stage."""
+    output_tokens: int = 0
+
+
+class Client:
+    """Drives one worker of each stage."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._channels = {
+            stage: dial(process.address, RpcConfig())
+            for stage, process in stages.processes.items()
+        }
+        self.encode = encode_pb2_grpc.EncodeStub(self._channels["encode"])
+        self.prefill = prefill_pb2_grpc.PrefillStub(self._channels["prefill"])
+        self.decode = decode_pb2_grpc.DecodeStub(self._channels["decode"])
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+    async def run(self, request: Request, **hooks: Any) -> Answer:
+        """One request from start to end, with clean releases."""
+        return await _Run(self, request, **hooks).go()
+
+    # one call each, for tests that do it step by step
+
+    async def start_encode(self, request: Request, index: int) -> Any:
+        call = self.encode.Run(timeout=60)
+        job = EncodeJob(request.name, 1, request.nonce, request.items[index], request.files[index])
+        message = encode_job_to_proto(job, request.fingerprint)
+        await call.write(encode_pb2.EncodeRequest(job=message))
+        return call
+
+    async def start_prefill(self, request: Request, decode_follows: bool = True) -> Any:
+        call = self.prefill.Run(timeout=60)
+        job = PrefillJob(
+            request.name,
+            1,
+            request.nonce,
+            tuple(request.token_ids),
+            request.prompt_length,
+            tuple(request.items),
+            request.sampling,
+            decode_follows,
+        )
+        message = prefill_job_to_proto(job, request.fingerprint)
+        await call.write(prefill_pb2.PrefillRequest(job=message))
+        return call
+
+    async def start_decode(self, request: Request, delta: int) -> Any:
+        call = self.decode.Run(timeout=60)
+        job = DecodeJob(
+            request.name,
+            1,
+            request.nonce,
+            tuple(request.token_ids),
+            request.prompt_length,
+            tuple(request.items),
+            request.sampling,
+            delta,
+        )
+        message = decode_job_to_proto(job, request.fingerprint)
+        await call.write(decode_pb2.DecodeRequest(job=message))
+        return call
+
+
+async def next_event(call: Any, kind: str) -> Any:
+    """The next event, which must be `kind`."""
+    event = await call.read()
+    assert event is not grpc.aio.EOF, f"the stream ended: {await call.code()}"
+    assert event.WhichOneof("kind") == kind, event
+    return getattr(event, kind)
+
+
+@dataclass
+class _Run:
+    client: Client
+    request: Request
+    encode_order: Sequence[int] | None = None
+    """Announce images to prefill in this order."""
+    on_kv: Callable[[prefill_pb2.KvReady], prefill_pb2.KvReady] = lambda ready: ready
+    on_embedding: Callable[[common_pb2.Handle], common_pb2.Handle] = lambda handle: handle
+    answer: Answer = field(default_factory=Answer)
+
+    async def go(self) -> Answer:
+        follows = self.request.sampling.max_tokens > 1
+        self.prefill = await self.client.start_prefill(self.request, follows)
+        self.decode: Any = None
+        self.encodes: dict[int, Any] = {}
+        self.feeding: asyncio.Task[None] | None = None
+        try:
+            await self._prefill()
+        except BaseException:
+            for call in (self.prefill, self.decode, *self.encodes.values()):
+                if call is not None:
+                    call.cancel()
+            raise
+        return self.answer
+
+    async def _prefill(self) -> None:
+        while (event := await self.prefill.read()) is not grpc.aio.EOF:
+            kind = event.WhichOneof("kind")
+            self.answer.events.append(f"prefill.{kind}")
+            if kind == "admitted":
+                self.answer.delta = event.admitted.position_delta
+                order = self.encode_order or event.admitted.missing_items
+                self.feeding = asyncio.create_task(self._encode_all(order))
+            elif kind == "embedding_fetched":
+                await self.encodes[event.embedding_fetched.index].done_writing()
+            elif kind == "kv_ready":
+                await self._forward_kv(self.on_kv(event.kv_ready))
+            elif kind == "first_token":
+                await self._first_token(event.first_token)
+        code = await self.prefill.code()
+        if code is not grpc.StatusCode.OK:
+            await self._raise(self.prefill)
+        if self.feeding:
+            await self.feeding
+        for call in self.encodes.values():
+            assert await call.code() is grpc.StatusCode.OK
+
+    async def _encode_all(self, order: Sequence[int]) -> None:
+        for index in order:
+            call = await self.client.start_encode(self.request, index)
+            await next_event(call, "accepted")
+            ready = await next_event(call, "ready")
+            self.encodes[index] = call
+            message = prefill_pb2.EmbeddingReady(
+                index=index, handle=self.on_embedding(ready.handle)
+            )
+            await self.prefill.write(prefill_pb2.PrefillRequest(embedding_ready=message))
+
+    async def _forward_kv(self, ready: prefill_pb2.KvReady) -> None:
+        if self.decode is None:
+            self.decode = await self.client.start_decode(self.request, self.answer.delta)
+        await self.decode.write(decode_pb2.DecodeRequest(kv_ready=ready))
+
+    async def _first_token(self, first: prefill_pb2.FirstToken) -> None:
+        self._take([first.token])
+        self.answer.finish = first.finish_reason
+        if not first.finish_reason:
+            start = decode_pb2.Start(first_token=first.token, kv_tokens=first.kv_tokens)
+            await self.decode.write(decode_pb2.DecodeRequest(start=start))
+            await self._decode()
+        elif self.decode is not None:
+            self.decode.cancel()
+        await self.prefill.done_writing()
+
+    async def _decode(self) -> None:
+        while (event := await self.decode.read()) is not grpc.aio.EOF:
+            kind = event.WhichOneof("kind")
+            self.answer.events.append(f"decode.{kind}")
+            if kind == "kv_fetched":
+                await self.prefill.done_writing()
+            elif kind == "tokens":
+                assert event.tokens.first_index == self._outputs(), event
+                self._take(event.tokens.tokens)
+            elif kind == "finished":
+                self.answer.finish = event.finished.reason
+                self.answer.output_tokens = event.finished.output_tokens
+        if await self.decode.code() is not grpc.StatusCode.OK:
+            await self._raise(self.decode)
+
+    def _outputs(self) -> int:
+        generated = len(self.request.token_ids) - self.request.prompt_length
+        return generated + len(self.answer.ids)
+
+    def _take(self, tokens: Sequence[common_pb2.Token]) -> None:
+        self.answer.ids += [token.id for token in tokens]
+        self.answer.tokens += tokens
+
+    async def _raise(self, call: Any) -> None:
+        raise StageFailed(
+            await call.code(), await call.details(), tuple(await call.trailing_metadata() or ())
+        )
+
+
+@dataclass
+class StageFailed(Exception):
+    code: grpc.StatusCode
+    details: str
+    metadata: tuple[Any, ...]
+
+
+def continued(request: Request, generated: Sequence[int]) -> Request:
+    """The same request after a failover: generated ids are prefilled again."""
+    return replace(
+        request,
+        token_ids=[*request.token_ids[: request.prompt_length], *generated],
+        nonce=secrets.randbits(64),
+    )
