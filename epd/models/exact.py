@@ -58,7 +58,7 @@ class _TiledLinear:
             rows = F.pad(rows, (0, 0, 0, lacking))
         tiles = [F.linear(tile, weight, bias) for tile in rows.split(ROW_TILE)]
         out = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-        return out[: len(rows) - lacking].view(*x.shape[:-1], -1)
+        return out[: len(rows) - lacking].view(*x.shape[:-1], len(weight))
 
 
 def exact_attention(
