@@ -1,7 +1,7 @@
 """Structured logs: every line of a request carries its id.
 
-`bind` sets the id for the current task (and the tasks it starts); any logger
-below writes it. Text for terminals, one JSON object a line for collectors.
+`bind` or `set_request` sets it for the current task (and the tasks it starts);
+any logger writes it. Text for terminals, one JSON object a line for collectors.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 def request_id() -> str:
     """Id of the request that this task works on; empty outside of one."""
     return _request.get()
+
+
+def set_request(request: str) -> None:
+    """Lines logged by this task from now on, and by tasks that it starts, belong to
+    `request`. For a gRPC call, which is a task of its own."""
+    _request.set(request)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from epd.errors import EpdError, ErrorKind
-from epd.obs.logs import bind, request_id
+from epd.obs.logs import request_id, set_request
 from epd.rpc.status import internal
 from epd.runtime.mailbox import Mailbox
 
@@ -73,26 +73,26 @@ class Streams:
 
     @contextmanager
     def open(self, request: str) -> Iterator[list[Fail]]:
-        """Count a stream, and log its request's id inside. What is put into the
-        list is called to end the stream early.
+        """Count a stream, and bind its task's logs to the request. What is put into
+        the list is called to end the stream early.
 
         Raises:
             EpdError: NOT_STARTED, the worker is leaving.
         """
-        with bind(request):
-            if self._leaving:
-                raise EpdError(
-                    ErrorKind.NOT_STARTED, f"this {self._stage} worker is leaving", retry_after_s=1
-                )
-            key, self._next = self._next, self._next + 1
-            fails = self._open[key] = []
-            self._none_open.clear()
-            try:
-                yield fails
-            finally:
-                del self._open[key]
-                if not self._open:
-                    self._none_open.set()
+        set_request(request)
+        if self._leaving:
+            raise EpdError(
+                ErrorKind.NOT_STARTED, f"this {self._stage} worker is leaving", retry_after_s=1.0
+            )
+        key, self._next = self._next, self._next + 1
+        fails = self._open[key] = []
+        self._none_open.clear()
+        try:
+            yield fails
+        finally:
+            del self._open[key]
+            if not self._open:
+                self._none_open.set()
 
     def refuse_new(self) -> None:
         self._leaving = True
