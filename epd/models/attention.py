@@ -252,7 +252,8 @@ def _attend_group(
 ) -> Tensor:
     """[B, H, E]. The query heads of a key/value head are its rows: keys aren't repeated."""
     heads = keys.shape[2]
-    q_BGRD = query_THD[group.rows_B].unflatten(1, (heads, -1))
+    q_BHD = query_THD[group.rows_B]
+    q_BGRD = q_BHD.view(len(q_BHD), heads, -1, q_BHD.shape[-1])
     k_BGLD, v_BGLE = _read_group(keys, group), _read_group(values, group)
     mask = group.mask(o.window, k_BGLD.shape[2])
     if o.plain:
@@ -278,7 +279,7 @@ def _softmax_attention(
 ) -> Tensor:
     """[B, H, n, E], with softcap (Gemma) and sinks (gpt-oss), which SDPA lacks."""
     groups = k_BGLD.shape[1]
-    q_BGRnD = q_BHnD.unflatten(1, (groups, -1))
+    q_BGRnD = q_BHnD.reshape(len(q_BHnD), groups, -1, *q_BHnD.shape[2:])
     scores = (q_BGRnD @ k_BGLD[:, :, None].transpose(-1, -2)).float() * o.scale
     if o.softcap is not None:
         scores = o.softcap * torch.tanh(scores / o.softcap)
@@ -288,7 +289,8 @@ def _softmax_attention(
         sinks = o.sinks_H.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], -1)
     weights = scores.softmax(-1)[..., : k_BGLD.shape[2]].to(v_BGLE.dtype)
-    return (weights @ v_BGLE[:, :, None]).flatten(1, 2)
+    out: Tensor = weights @ v_BGLE[:, :, None]
+    return out.flatten(1, 2)
 
 
 def _attend_exactly(q_nHD: Tensor, keys: Tensor, values: Tensor, part: Part, o: _Options) -> Tensor:

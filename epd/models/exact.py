@@ -38,27 +38,35 @@ _TAYLOR: Final = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
 
 
 def make_row_invariant(model: nn.Module) -> None:
-    """Let every `nn.Linear` of `model` run on tiles of `ROW_TILE` rows, in place."""
+    """Let every `nn.Linear` of `model` run on tiles of `ROW_TILE` rows, in place.
+
+    Call it when the weights are on their device.
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.forward = _TiledLinear(module)  # type: ignore[method-assign,assignment]
 
 
 class _TiledLinear:
-    """`nn.Linear.forward` on fixed tiles; padding rows are zero and dropped."""
+    """`nn.Linear.forward` on fixed tiles; padding rows are zero and dropped.
+
+    Inner sizes are padded to whole vectors, too: on odd ones, MKL's small kernels
+    treat the rows of one tile differently. No real model has any.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
-        self._linear = linear
+        self._bias = linear.bias
+        self._lacking = -linear.in_features % ROW_TILE
+        self._weight = F.pad(linear.weight, (0, self._lacking)) if self._lacking else linear.weight
 
     def __call__(self, x: Tensor, *_: Any) -> Tensor:
-        weight, bias = self._linear.weight, self._linear.bias
         rows = x.reshape(-1, x.shape[-1])
-        lacking = -len(rows) % ROW_TILE
-        if lacking:
-            rows = F.pad(rows, (0, 0, 0, lacking))
-        tiles = [F.linear(tile, weight, bias) for tile in rows.split(ROW_TILE)]
+        count = len(rows)
+        if self._lacking or count % ROW_TILE:
+            rows = F.pad(rows, (0, self._lacking, 0, -count % ROW_TILE))
+        tiles = [F.linear(tile, self._weight, self._bias) for tile in torch.split(rows, ROW_TILE)]
         out = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-        return out[: len(rows) - lacking].view(*x.shape[:-1], len(weight))
+        return out[:count].view(*x.shape[:-1], len(self._weight))
 
 
 def exact_attention(
@@ -77,14 +85,14 @@ def exact_attention(
     it sees.
     """
     groups = k_LGD.shape[1]
-    q_nGRD = (q_nHD.float() * scale).unflatten(1, (groups, -1))
+    q_nGRD = (q_nHD.float() * scale).view(len(q_nHD), groups, -1, q_nHD.shape[-1])
     k_DGL = k_LGD.float().permute(2, 1, 0).contiguous()
     v_LGE = v_LGE.float()
     sinks_GR = None if sinks_H is None else sinks_H.float().view(groups, -1)
     widest = max(k_LGD.shape[-1], v_LGE.shape[-1])
     rows = max(1, _TREE_ELEMENTS // (q_nHD.shape[1] * widest * len(k_LGD)))
     parts = []
-    for q, mask in zip(q_nGRD.split(rows), mask_nL.split(rows), strict=True):
+    for q, mask in zip(torch.split(q_nGRD, rows), torch.split(mask_nL, rows), strict=True):
         weights_LGRn, total_GRn = _weights(q, k_DGL, mask, softcap, sinks_GR)
         out_GRnE = _weighted_sum(weights_LGRn, v_LGE)
         parts.append((out_GRnE / total_GRn[..., None]).permute(2, 0, 1, 3).flatten(1, 2))

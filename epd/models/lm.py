@@ -51,7 +51,7 @@ class ForwardBatch:
 
 
 @dataclass
-class _ImageRows(BaseModelOutputWithPooling):  # type: ignore[misc]
+class _ImageRows(BaseModelOutputWithPooling):
     """What the model's forward takes instead of pixels, deepstack or not."""
 
     deepstack_features: list[list[Tensor]] | None = None
