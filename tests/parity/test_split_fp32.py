@@ -115,3 +115,41 @@ def test_the_comparison_notices(split: Split, path: Path, wrong: str) -> None:
         request.positions = request.positions + (torch.arange(request.positions.shape[1]) > 20)
     split.run([request], WHOLE)
     assert (torch.stack(request.logits) - reference.logits).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", [CASES["text"], THREE_IMAGES], ids=["text", "three images"])
+def test_generated_placeholder_is_an_ordinary_token(
+    split: Split, path: Path, case: Conversation
+) -> None:
+    """A random model samples the image token id now and then; no image belongs to it."""
+    image = split.prefill.lm.spec.image_token_id
+    forced = [5, image, 7, image, image, 9]
+    reference = reference_generate(
+        path,
+        *case,
+        max_new_tokens=len(forced),
+        eos_token_id=None,
+        logits_processor=[_Force(forced)],
+    )
+    assert reference.ids == forced
+    alone, again, beside = (split.request(reference.prompt_ids, case[1], forced) for _ in range(3))
+    split.run([alone], WHOLE)
+    assert (torch.stack(alone.logits) - reference.logits).abs().max() < TOLERANCE
+    # After a failover, in one chunk with the prompt's real images, and another's.
+    prompt = len(again.prompt_ids)
+    rows, _ = split.prefill.step([(again, len(again.token_ids)), (beside, prompt - 3)])
+    assert (rows[prompt - 1 : -1] - reference.logits).abs().max() < TOLERANCE
+    for request in (again, beside):
+        split.prefill.free(request)
+
+
+class _Force:
+    """A logits processor that lets generate() choose the given tokens, one after another."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self._rest = iter(ids)
+
+    def __call__(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, float("-inf"))
+        forced[:, next(self._rest)] = 0.0
+        return forced

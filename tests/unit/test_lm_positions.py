@@ -1,0 +1,94 @@
+"""Positions travel with the request: prompt, generated ids, failover."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from epd.jobs import ImageItem
+from epd.models.lm import LanguageModel
+
+
+def _item(rows: int, grid: tuple[int, ...]) -> ImageItem:
+    return ImageItem(0, b"d" * 32, rows, grid, 1, 1, 1)
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl", "llava_onevision"])
+def lm(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> LanguageModel:
+    return LanguageModel.load(tiny_checkpoint(request.param))
+
+
+def _prompt(lm: LanguageModel) -> tuple[list[int], list[ImageItem]]:
+    image = lm.spec.image_token_id
+    items = [_item(6, (1, 4, 6)), _item(2, (1, 2, 4))]
+    if lm.spec.family == "llava_onevision":
+        items = [_item(6, ()), _item(2, ())]
+    return [1, 2, *[image] * 6, 3, *[image] * 2, 4, 5], items
+
+
+def test_mrope_rows_are_the_documented_ones(tiny_checkpoint: Callable[..., Path]) -> None:
+    lm = LanguageModel.load(tiny_checkpoint("qwen2_vl"))
+    ids, items = _prompt(lm)
+    rows, delta = lm.positions(torch.tensor(ids), items, len(ids))
+    assert rows.tolist() == [
+        [*range(13)],
+        [0, 1, *[2] * 6, 5, 6, 6, 8, 9],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 6, 8, 9],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 8, 9],
+    ]
+    assert delta == -3
+
+
+def test_generated_ids_go_on_where_decode_would(lm: LanguageModel) -> None:
+    ids, items = _prompt(lm)
+    rows, delta = lm.positions(torch.tensor(ids), items, len(ids))
+    # Another image id among them is an ordinary token.
+    generated = [7, lm.spec.image_token_id, 8]
+    again, same = lm.positions(torch.tensor(ids + generated), items, len(ids))
+    assert same == delta
+    assert torch.equal(again[:, : len(ids)], rows)
+    assert torch.equal(again[:, len(ids) :], lm.continuation(len(ids), 3, delta))
+    assert again[0].tolist() == list(range(len(ids) + 3))
+    if len(rows) == 4:
+        assert (again[1:, len(ids)] == rows[1:].max() + 1).all()
+
+
+def test_text_only_positions_are_plain(lm: LanguageModel) -> None:
+    rows, delta = lm.positions(torch.arange(1, 10), [], 7)
+    assert delta == 0
+    assert (rows == torch.arange(9)).all()
+    assert len(rows) == len(lm.continuation(0, 1, 0))
+
+
+def test_requests_do_not_leak_into_each_other(lm: LanguageModel) -> None:
+    """The model keeps the last delta on itself; nothing of it is used."""
+    ids, items = _prompt(lm)
+    first = lm.positions(torch.tensor(ids), items, len(ids))
+    lm.positions(torch.arange(1, 6), [], 5)
+    second = lm.positions(torch.tensor(ids), items, len(ids))
+    assert torch.equal(first[0], second[0])
+    assert first[1] == second[1]
+
+
+def test_rows_and_placeholders_must_match(lm: LanguageModel) -> None:
+    ids, items = _prompt(lm)
+    with pytest.raises(ValueError, match="8 image placeholders for 6"):
+        lm.positions(torch.tensor(ids), items[:1], len(ids))
+
+
+def test_numerics_id_names_what_bits_depend_on(tiny_checkpoint: Callable[..., Path]) -> None:
+    path = tiny_checkpoint("qwen3_vl")
+    plain, exact = (LanguageModel.load(path, exact=exact).numerics_id for exact in (False, True))
+    assert plain != exact
+    assert "float32" in plain
+    assert "threads=1" in plain
+    assert torch.__version__ in plain
+
+
+def test_no_vision_weight_is_held(lm: LanguageModel) -> None:
+    names = [name for name, _ in lm.model.named_parameters()]
+    assert names
+    assert not [name for name in names if "vis" in name or "projector" in name]
