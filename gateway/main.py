@@ -63,31 +63,43 @@ async def serve(config: Config) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class Loaded:
+    """What a gateway knows of a checkpoint."""
+
     spec: ModelSpec
     processor: Processor
+    prompts: PromptBuilder
 
 
-def _load(config: Config) -> _Loaded:
+def load(config: Config) -> Loaded:
+    """Read config, tokenizer and processor; no weights (but their digest).
+
+    Raises:
+        EpdError: something is missing, or the chat template can't be used.
+    """
     if not config.model.path:
         raise invalid("model.path: no checkpoint given", "model.path")
     processor = Processor.load(config.model.path)
-    # Built once here, so that a checkpoint without a usable template stops the start.
-    PromptBuilder(processor.hf, processor.image_token, processor.image_token_id, processor.plan)
-    return _Loaded(read_spec(config.model.path, config.model.dtype), processor)
+    return Loaded(
+        read_spec(config.model.path, config.model.dtype),
+        processor,
+        PromptBuilder.of(processor),
+    )
 
 
 class Gateway:
     """All parts of a gateway. `start`, then `drain`, then `close`."""
 
-    def __init__(self, config: Config, loaded: _Loaded) -> None:
+    def __init__(self, config: Config, loaded: Loaded) -> None:
         self._config = config
         spec, processor = loaded.spec, loaded.processor
         self.registry = Registry(spec.fingerprint, spec.dtype, config.gateway.dead_s)
         self._connections = Connections(config.rpc)
         stages = Stages(self.registry, self._connections, config, spec.fingerprint)
         self._pipeline = Pipeline(stages)
-        self._prompts = PromptPool(config.model.path, config.gateway.preprocess_workers)
+        self._prompts = PromptPool(
+            config.model.path, config.gateway.preprocess_workers, loaded.prompts
+        )
         served = Served(spec, processor.config_digest, processor.image_key)
         self._preparer = Preparer(served, config, self._prompts, self.registry.limits)
         self.service = ChatService(
@@ -116,7 +128,7 @@ class Gateway:
     @classmethod
     async def create(cls, config: Config) -> Gateway:
         """Load the checkpoint's config, tokenizer and processor; no weights."""
-        return cls(config, await asyncio.to_thread(_load, config))
+        return cls(config, await asyncio.to_thread(load, config))
 
     async def start(self) -> dict[str, str]:
         """Open the addresses; returns them by API."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 
 from epd.errors import EpdError, ErrorKind
 from epd.lifetime import die_with_parent
@@ -34,12 +35,12 @@ class _Failure:
     param: str | None
 
 
-def _start(path: str, child: bool) -> None:
+def _start(path: str) -> None:
+    """In a new process of the pool."""
     global _builder
-    if child:
-        die_with_parent()
-        # Ctrl-C goes to the whole group; the gateway drains and then ends the pool.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    # Ctrl-C goes to the whole group; the gateway drains and then ends the pool.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _builder = PromptBuilder.load(path)
 
 
@@ -47,32 +48,45 @@ def _warm() -> None:
     assert _builder is not None
 
 
-def _build(
+def _build_here(
     messages: Sequence[ChatMessage], sizes: Sequence[ImageSize], max_tokens: int
 ) -> PromptPlan | _Failure:
     assert _builder is not None
+    return _build(_builder, messages, sizes, max_tokens)
+
+
+def _build(
+    builder: PromptBuilder,
+    messages: Sequence[ChatMessage],
+    sizes: Sequence[ImageSize],
+    max_tokens: int,
+) -> PromptPlan | _Failure:
     try:
-        return _builder.build(messages, sizes, max_tokens)
+        return builder.build(messages, sizes, max_tokens)
     except EpdError as error:
         return _Failure(error.kind, error.message, error.param)
 
 
 class PromptPool:
-    """Builds prompts for one checkpoint; `workers` 0 means a thread of this process."""
+    """Builds prompts for one checkpoint.
 
-    def __init__(self, path: str, workers: int) -> None:
+    `workers` processes load it anew; 0 means one thread of this process, with `builder`.
+    """
+
+    def __init__(self, path: str, workers: int, builder: PromptBuilder) -> None:
         self._path = path
         self._workers = workers
+        self._builder = builder
         self._pool = self._new_pool()
         self.rebuilt = 0
 
     async def start(self) -> None:
-        """Load the processor everywhere.
+        """Load the processor in every process.
 
         Raises:
-            EpdError: it can't be loaded.
+            EpdError: a process died of it.
         """
-        await asyncio.gather(*(self._run(self._pool, _warm) for _ in range(max(1, self._workers))))
+        await asyncio.gather(*(self._run(self._pool, _warm) for _ in range(self._workers)))
 
     async def build(
         self, messages: Sequence[ChatMessage], sizes: Sequence[ImageSize], max_tokens: int
@@ -82,7 +96,8 @@ class PromptPool:
         Raises:
             EpdError: also STAGE_UNAVAILABLE, if a process of the pool died.
         """
-        result = await self._run(self._pool, _build, messages, sizes, max_tokens)
+        build = _build_here if self._workers else partial(_build, self._builder)
+        result = await self._run(self._pool, build, messages, sizes, max_tokens)
         if isinstance(result, _Failure):
             raise EpdError(result.kind, result.message, param=result.param)
         assert isinstance(result, PromptPlan)
@@ -113,10 +128,10 @@ class PromptPool:
 
     def _new_pool(self) -> Executor:
         if self._workers == 0:
-            return ThreadPoolExecutor(1, "prompt", initializer=_start, initargs=(self._path, False))
+            return ThreadPoolExecutor(1, "prompt")
         return ProcessPoolExecutor(
             self._workers,
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_start,
-            initargs=(self._path, True),
+            initargs=(self._path,),
         )

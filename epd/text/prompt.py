@@ -15,12 +15,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
 
 from epd.errors import EpdError, ErrorKind, invalid
 from epd.text.messages import ChatMessage, ImagePart, ImageSize, TextPart
+
+if TYPE_CHECKING:
+    from epd.models.processor import Processor
 
 _PROBE = "zq7probe"
 
@@ -74,7 +77,11 @@ class PromptBuilder:
         """Read a checkpoint's processor (imports torch and transformers)."""
         from epd.models.processor import Processor
 
-        processor = Processor.load(path)
+        return cls.of(Processor.load(path))
+
+    @classmethod
+    def of(cls, processor: Processor) -> PromptBuilder:
+        """Share a processor that is loaded already."""
         return cls(processor.hf, processor.image_token, processor.image_token_id, processor.plan)
 
     def __init__(self, hf: Any, image_token: str, image_token_id: int, plan: Plan) -> None:
