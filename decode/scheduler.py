@@ -31,6 +31,7 @@ class _State(Enum):
     LOADING = auto()
     RUNNING = auto()
     LEAVING = auto()  # preempted while loading: waits for its reads to end
+    GONE = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +227,7 @@ class Scheduler:
             victim.state = _State.LEAVING
         else:
             del self._all[victim.key]
+            victim.state = _State.GONE
             self._release(victim)
 
     def _release(self, sequence: _Sequence) -> None:

@@ -1,0 +1,222 @@
+"""Prefill's scheduler against synthetic requests."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prefill.scheduler import Chunk, ItemSpan, Scheduler
+
+from epd.errors import EpdError, ErrorKind
+
+
+def always(key: int) -> bool:
+    return True
+
+
+def run(scheduler: Scheduler) -> list[tuple[int, int, int]]:
+    """One step: (key, start, end) of its chunks."""
+    batch = scheduler.next_batch()
+    for chunk in batch:
+        scheduler.complete(chunk)
+    return [(chunk.key, chunk.start, chunk.end) for chunk in batch]
+
+
+def test_a_prompt_is_cut_into_chunks_and_leaves_after_the_last() -> None:
+    scheduler = Scheduler(step_tokens=100, chunk_tokens=4, max_queue=10)
+    scheduler.admit(0, 10)
+    scheduler.reserve(always)
+    assert [run(scheduler) for _ in range(4)] == [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 10)], []]
+    assert scheduler.running == 0
+
+
+def test_the_last_chunk_says_so() -> None:
+    scheduler = Scheduler(8, 8, 10)
+    scheduler.admit(0, 12)
+    scheduler.reserve(always)
+    first = scheduler.next_batch()
+    scheduler.complete(first[0])
+    assert first == [Chunk(0, 0, 8, last=False)]
+    assert scheduler.next_batch() == [Chunk(0, 8, 12, last=True)]
+
+
+def test_a_chunk_stops_before_an_image_that_is_not_ready() -> None:
+    scheduler = Scheduler(100, 100, 10)
+    scheduler.admit(0, 20, [ItemSpan(0, range(3, 6)), ItemSpan(1, range(10, 14))])
+    scheduler.reserve(always)
+    assert run(scheduler) == [(0, 0, 3)]
+    assert not scheduler.runnable
+    assert run(scheduler) == []
+    scheduler.item_ready(0, 1)  # the second first: no use yet
+    assert not scheduler.runnable
+    scheduler.item_ready(0, 0)
+    assert run(scheduler) == [(0, 3, 20)]
+
+
+def test_text_and_first_image_run_while_the_third_is_missing() -> None:
+    scheduler = Scheduler(100, 100, 10)
+    spans = [ItemSpan(i, range(10 * i + 5, 10 * i + 9)) for i in range(3)]
+    scheduler.admit(0, 40, spans)
+    scheduler.reserve(always)
+    scheduler.item_ready(0, 0)
+    scheduler.item_ready(0, 1)
+    assert run(scheduler) == [(0, 0, 25)]
+
+
+def test_requests_share_a_step_and_a_long_one_does_not_hold_up_a_short_one() -> None:
+    scheduler = Scheduler(step_tokens=10, chunk_tokens=8, max_queue=10)
+    scheduler.admit(0, 30)
+    scheduler.admit(1, 3)
+    scheduler.reserve(always)
+    assert run(scheduler) == [(0, 0, 8), (1, 0, 2)]
+    assert run(scheduler) == [(0, 8, 16), (1, 2, 3)]
+
+
+def test_who_was_served_goes_to_the_back() -> None:
+    scheduler = Scheduler(4, 4, 10)
+    for key in range(3):
+        scheduler.admit(key, 100)
+    scheduler.reserve(always)
+    order = [run(scheduler)[0][0] for _ in range(6)]
+    assert order == [0, 1, 2, 0, 1, 2]
+
+
+def test_reservation_is_in_order_of_arrival_without_overtaking() -> None:
+    scheduler = Scheduler(10, 10, 10)
+    for key in range(3):
+        scheduler.admit(key, 5)
+    asked: list[int] = []
+
+    def full(key: int) -> bool:
+        asked.append(key)
+        return key == 0
+
+    assert scheduler.reserve(full) == [0]
+    assert asked == [0, 1]
+    assert scheduler.waiting == 2
+    assert scheduler.reserve(always) == [1, 2]
+
+
+def test_a_full_queue_is_refused() -> None:
+    scheduler = Scheduler(10, 10, max_queue=1)
+    scheduler.admit(0, 5)
+    with pytest.raises(EpdError) as caught:
+        scheduler.admit(1, 5)
+    assert caught.value.kind is ErrorKind.OVERLOADED
+
+
+def test_abort_tells_whether_the_running_step_uses_the_blocks() -> None:
+    scheduler = Scheduler(10, 10, 10)
+    scheduler.admit(0, 50)
+    scheduler.admit(1, 5)
+    scheduler.reserve(lambda key: key == 0)
+    chunks = scheduler.next_batch()
+    assert scheduler.abort(0)
+    assert not scheduler.abort(1)
+    scheduler.complete(chunks[0])  # of a request that is gone: nothing happens
+    assert scheduler.next_batch() == []
+
+
+def test_a_request_is_in_one_step_at_most() -> None:
+    scheduler = Scheduler(10, 5, 10)
+    scheduler.admit(0, 50)
+    scheduler.reserve(always)
+    assert scheduler.next_batch()
+    assert scheduler.next_batch() == []
+
+
+def test_an_atomic_span_is_never_cut() -> None:
+    scheduler = Scheduler(step_tokens=4, chunk_tokens=4, max_queue=10)
+    scheduler.admit(0, 20, [ItemSpan(0, range(2, 12))], atomic=[(2, 12)])
+    scheduler.reserve(always)
+    scheduler.item_ready(0, 0)
+    assert run(scheduler) == [(0, 0, 2)]
+    assert run(scheduler) == [(0, 2, 12)]
+    assert run(scheduler) == [(0, 12, 16)]
+
+
+def test_a_large_atomic_span_waits_until_it_can_run_alone() -> None:
+    scheduler = Scheduler(step_tokens=4, chunk_tokens=4, max_queue=10)
+    scheduler.admit(0, 2)
+    scheduler.admit(1, 12, atomic=[(0, 12)])
+    scheduler.reserve(always)
+    assert run(scheduler) == [(0, 0, 2)]
+    assert run(scheduler) == [(1, 0, 12)]
+
+
+requests = st.lists(
+    st.tuples(
+        st.integers(1, 40),
+        st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)), max_size=3),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def spans_of(total: int, pieces: list[tuple[int, int]]) -> list[ItemSpan]:
+    spans: list[ItemSpan] = []
+    at = 0
+    for gap, length in pieces:
+        first = at + gap
+        if first + length <= total:
+            spans.append(ItemSpan(len(spans), range(first, first + length)))
+            at = first + length
+    return spans
+
+
+@settings(max_examples=300, deadline=None)
+@given(requests, st.integers(1, 12), st.integers(1, 12), st.randoms(use_true_random=False))
+def test_every_token_runs_once_in_order_and_never_without_its_image(
+    wanted: list[tuple[int, list[tuple[int, int]], bool]], step: int, chunk: int, random: object
+) -> None:
+    scheduler = Scheduler(step, chunk, 100)
+    spans, atomic = {}, {}
+    for key, (total, pieces, whole) in enumerate(wanted):
+        spans[key] = spans_of(total, pieces)
+        atomic[key] = [(s.positions[0], s.positions[-1] + 1) for s in spans[key] if whole]
+        scheduler.admit(key, total, spans[key], atomic[key])
+    scheduler.reserve(always)
+    missing = [(key, span.index) for key in spans for span in spans[key]]
+    random.shuffle(missing)  # type: ignore[attr-defined]
+    ready: set[tuple[int, int]] = set()
+    done = dict.fromkeys(spans, 0)
+    while scheduler.running:
+        batch = scheduler.next_batch()
+        scheduler.check_integrity()
+        tokens = sum(c.tokens for c in batch)
+        assert tokens <= step or (len(batch) == 1 and atomic[batch[0].key])
+        for c in batch:
+            assert c.start == done[c.key] < c.end
+            for span in spans[c.key]:
+                inside = any(c.start <= p < c.end for p in span.positions)
+                assert not inside or (c.key, span.index) in ready
+            for first, stop in atomic[c.key]:
+                assert c.end <= first or c.end >= stop
+            done[c.key] = c.end
+            scheduler.complete(c)
+        if not batch:
+            assert missing, "nothing runs although every image is here"
+            item = missing.pop()
+            ready.add(item)
+            scheduler.item_ready(*item)
+    assert done == {key: wanted[key][0] for key in done}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 8))
+def test_nobody_starves(totals: list[int], step: int) -> None:
+    """Every runnable request runs within as many steps as there are requests."""
+    scheduler = Scheduler(step, step, 100)
+    for key, total in enumerate(totals):
+        scheduler.admit(key, total)
+    scheduler.reserve(always)
+    since = dict.fromkeys(range(len(totals)), 0)
+    while scheduler.running:
+        ran = {key: end for key, _, end in run(scheduler)}
+        for key in list(since):
+            since[key] = 0 if key in ran else since[key] + 1
+            assert since[key] <= len(totals)
+            if ran.get(key) == totals[key]:
+                del since[key]
