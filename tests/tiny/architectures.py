@@ -229,6 +229,7 @@ def smolvlm() -> Architecture:
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
     tokenizer, options = _idefics_parts()
+    options["text_config"]["num_key_value_heads"] = 1  # else it would equal idefics3 bit for bit
     images = SmolVLMImageProcessorPil(**_IDEFICS_SIZES)
     processor = hf.SmolVLMProcessor(images, tokenizer, NoVideo(), image_seq_len=4)
     config = hf.SmolVLMConfig(**options)

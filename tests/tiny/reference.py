@@ -37,7 +37,9 @@ class Reference:
 def load_reference(path: str | Path) -> tuple[Any, Any]:
     """(whole model in float32 on the CPU, processor) of a checkpoint, kept for the session."""
     from transformers import AutoModelForImageTextToText
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = AutoModelForImageTextToText.from_pretrained(
         str(path), dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
     )
