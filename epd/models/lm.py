@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from epd.errors import invalid
 from epd.jobs import ImageItem
 from epd.kv.layout import KvLayout, LayerShape
 from epd.kv.pool import KvPool
@@ -58,7 +59,7 @@ class _ImageRows(BaseModelOutputWithPooling):
 
 
 class LanguageModel:
-    """A checkpoint without its vision tower. One thread at a time may call it."""
+    """A checkpoint without its vision tower. One thread at a time may call `forward`."""
 
     def __init__(
         self, model: Any, spec: ModelSpec, *, device: torch.device, exact: bool, block_tokens: int
@@ -109,23 +110,35 @@ class LanguageModel:
         decode makes it or prefill computes it again after a failover. An image
         placeholder that was generated is an ordinary token.
 
+        May run in another thread than `forward`.
+
         Raises:
-            ValueError: the placeholders of the prompt are not the items' rows.
+            EpdError: the placeholders of the prompt are not the items' rows, or the
+                items' grids are not of that many rows.
         """
         prompt = token_ids[:prompt_length].cpu()
         marks = prompt == self.spec.image_token_id
         wanted = sum(item.rows for item in items)
         if int(marks.sum()) != wanted:
-            raise ValueError(f"{int(marks.sum())} image placeholders for {wanted} image rows")
-        options: dict[str, Any] = {}
-        if items and all(item.grid for item in items):
-            options["image_grid_thw"] = torch.tensor([item.grid for item in items])
-            options["mm_token_type_ids"] = marks[None].int()
-        rows: Tensor = self.model._prepare_position_ids_for_generation(prompt[None], options)
-        rows = rows[:, 0] if rows.ndim == 3 else rows
+            raise invalid(f"{int(marks.sum())} image placeholders for {wanted} rows", "items")
+        rows = self._prompt_rows(prompt, marks, items)
         delta = int(rows[1:].max() - rows[0].max()) if len(rows) > 1 else 0
         later = self.continuation(prompt_length, len(token_ids) - prompt_length, delta)
-        return torch.cat([rows.to(torch.int64), later], 1), delta
+        return torch.cat([rows, later], 1), delta
+
+    def _prompt_rows(self, prompt: Tensor, marks: Tensor, items: Sequence[ImageItem]) -> Tensor:
+        options: dict[str, Any] = {}
+        if items and self._has_mrope:
+            try:
+                options["image_grid_thw"] = torch.tensor([item.grid for item in items]).view(-1, 3)
+                options["mm_token_type_ids"] = marks[None].int()
+                rows = self.model._prepare_position_ids_for_generation(prompt[None], options)
+            except (RuntimeError, ValueError, IndexError, StopIteration) as error:
+                raise invalid(f"the grids don't fit the rows: {error}", "items") from error
+        else:
+            rows = self.model._prepare_position_ids_for_generation(prompt[None], options)
+        rows = rows[:, 0] if rows.ndim == 3 else rows
+        return rows.to(torch.int64)  # type: ignore[no-any-return]
 
     def continuation(self, start: int, count: int, delta: int) -> Tensor:
         """Position rows [P, count] of generated tokens at sequence indices start, ..."""

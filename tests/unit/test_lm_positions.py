@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from epd.errors import EpdError
 from epd.jobs import ImageItem
 from epd.models.lm import LanguageModel
 
@@ -75,8 +76,20 @@ def test_requests_do_not_leak_into_each_other(lm: LanguageModel) -> None:
 
 def test_rows_and_placeholders_must_match(lm: LanguageModel) -> None:
     ids, items = _prompt(lm)
-    with pytest.raises(ValueError, match="8 image placeholders for 6"):
+    with pytest.raises(EpdError, match="8 image placeholders for 6") as raised:
         lm.positions(torch.tensor(ids), items[:1], len(ids))
+    assert raised.value.param == "items"
+
+
+@pytest.mark.parametrize("grid", [(), (1, 4), (1, 4, 4), (1, 8, 8), (0, 0, 0)])
+def test_grids_must_fit_their_rows(
+    tiny_checkpoint: Callable[..., Path], grid: tuple[int, ...]
+) -> None:
+    lm = LanguageModel.load(tiny_checkpoint("qwen3_vl"))
+    ids = [1, *[lm.spec.image_token_id] * 6, 2]
+    with pytest.raises(EpdError) as raised:
+        lm.positions(torch.tensor(ids), [_item(6, grid)], len(ids))
+    assert raised.value.param == "items"
 
 
 def test_numerics_id_names_what_bits_depend_on(tiny_checkpoint: Callable[..., Path]) -> None:
