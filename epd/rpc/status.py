@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import grpc
 from google.protobuf import duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from epd.errors import EpdError, ErrorKind
@@ -63,17 +64,17 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> EpdError:
 
 def _from_details(raw: bytes) -> EpdError | None:
     status = status_pb2.Status()
-    try:
-        status.ParseFromString(raw)
-    except ValueError:  # protobuf's DecodeError: a peer that isn't ours
-        return None
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     found, delay = False, None
-    for detail in status.details:
-        if detail.Unpack(info):
-            found = info.domain == DOMAIN and info.reason in set(ErrorKind)
-        elif detail.Unpack(retry):
-            delay = retry.retry_delay.ToNanoseconds() / 1e9
+    try:
+        status.ParseFromString(raw)
+        for detail in status.details:
+            if detail.Unpack(info):
+                found = info.domain == DOMAIN and info.reason in set(ErrorKind)
+            elif detail.Unpack(retry):
+                delay = retry.retry_delay.ToNanoseconds() / 1e9
+    except DecodeError:  # a peer that isn't ours
+        return None
     if not found:
         return None
     return EpdError(

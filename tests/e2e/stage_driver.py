@@ -104,6 +104,8 @@ class Stages:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.process.send_signal(signal.SIGTERM)
         codes = {stage: process.stop() for stage, process in self.processes.items()}
         assert set(codes.values()) == {0}, (codes, self.processes["encode"].log())
 
@@ -169,9 +171,7 @@ class Planner:
         for index, image in enumerate(images):
             plan = self.processor.plan(*image.size, len(images))
             digest = secrets.token_bytes(32)
-            items.append(
-                ImageItem(index, digest, plan.rows, plan.grid, *image.size, len(images))
-            )
+            items.append(ImageItem(index, digest, plan.rows, plan.grid, *image.size, len(images)))
         return Request(
             ids,
             len(ids),
@@ -202,8 +202,7 @@ class Client:
 
     def __init__(self, stages: Stages) -> None:
         self._channels = {
-            stage: dial(process.address, RpcConfig())
-            for stage, process in stages.processes.items()
+            stage: dial(process.address, RpcConfig()) for stage, process in stages.processes.items()
         }
         self.encode = encode_pb2_grpc.EncodeStub(self._channels["encode"])
         self.prefill = prefill_pb2_grpc.PrefillStub(self._channels["prefill"])
@@ -226,8 +225,10 @@ class Client:
         await call.write(encode_pb2.EncodeRequest(job=message))
         return call
 
-    async def start_prefill(self, request: Request, decode_follows: bool = True) -> Any:
-        call = self.prefill.Run(timeout=60)
+    async def start_prefill(
+        self, request: Request, decode_follows: bool = True, timeout_s: float = 60
+    ) -> Any:
+        call = self.prefill.Run(timeout=timeout_s)
         job = PrefillJob(
             request.name,
             1,
@@ -323,19 +324,19 @@ class _Run:
             message = prefill_pb2.EmbeddingReady(
                 index=index, handle=self.on_embedding(ready.handle)
             )
-            await self.prefill.write(prefill_pb2.PrefillRequest(embedding_ready=message))
+            await self._send(self.prefill, prefill_pb2.PrefillRequest(embedding_ready=message))
 
     async def _forward_kv(self, ready: prefill_pb2.KvReady) -> None:
         if self.decode is None:
             self.decode = await self.client.start_decode(self.request, self.answer.delta)
-        await self.decode.write(decode_pb2.DecodeRequest(kv_ready=ready))
+        await self._send(self.decode, decode_pb2.DecodeRequest(kv_ready=ready))
 
     async def _first_token(self, first: prefill_pb2.FirstToken) -> None:
         self._take([first.token])
         self.answer.finish = first.finish_reason
         if not first.finish_reason:
             start = decode_pb2.Start(first_token=first.token, kv_tokens=first.kv_tokens)
-            await self.decode.write(decode_pb2.DecodeRequest(start=start))
+            await self._send(self.decode, decode_pb2.DecodeRequest(start=start))
             await self._decode()
         elif self.decode is not None:
             self.decode.cancel()
@@ -363,6 +364,12 @@ class _Run:
     def _take(self, tokens: Sequence[common_pb2.Token]) -> None:
         self.answer.ids += [token.id for token in tokens]
         self.answer.tokens += tokens
+
+    async def _send(self, call: Any, message: Any) -> None:
+        try:
+            await call.write(message)
+        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            await self._raise(call)  # the stage ended its stream: the call knows why
 
     async def _raise(self, call: Any) -> None:
         raise StageFailed(

@@ -1,0 +1,530 @@
+"""The three real processes over gRPC and Mooncake, without a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+from PIL import Image
+
+from epd.errors import ErrorKind
+from epd.rpc.status import from_rpc_error
+from protos.epd.v1 import common_pb2, decode_pb2, encode_pb2, prefill_pb2
+from tests.conftest import TinyCheckpoint
+from tests.e2e.stage_driver import (
+    Answer,
+    Client,
+    Planner,
+    Request,
+    StageFailed,
+    Stages,
+    continued,
+    greedy,
+    next_event,
+    png,
+)
+from tests.tiny.reference import reference_generate
+
+pytestmark = pytest.mark.timeout(300)
+
+SETTINGS = {
+    "kv__block_tokens": 8,
+    "prefill__chunk_tokens": 7,
+    "encode__arena_mib": 1,
+    "transfer__read_deadline_s": 1.0,
+    "transfer__quarantine_margin_s": 0.2,
+}
+_RANDOM = np.random.default_rng(0)
+IMAGES = [
+    Image.fromarray(_RANDOM.integers(0, 255, (height, width, 3), dtype=np.uint8))
+    for height, width in ((40, 72), (64, 48), (50, 50))
+]
+TEXT: list[dict[str, Any]] = [{"role": "user", "content": "hello world, what is this?"}]
+
+
+def ask(*parts: str) -> list[dict[str, Any]]:
+    """A user's message; "*" is a picture."""
+    content = [{"type": "image"} if p == "*" else {"type": "text", "text": p} for p in parts]
+    return [{"role": "user", "content": content}]
+
+
+ONE, THREE = ask("*", "describe"), ask("what", "*", "and", "*", "and", "*", "is it?")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint: TinyCheckpoint) -> Path:
+    return tiny_checkpoint("qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def stages(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
+    with Stages(checkpoint, tmp_path_factory.mktemp("stages"), SETTINGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def planner(checkpoint: Path) -> Planner:
+    return Planner(checkpoint)
+
+
+@pytest.fixture
+async def client(stages: Stages) -> AsyncIterator[Client]:
+    made = Client(stages)
+    yield made
+    await made.close()
+    left = await asyncio.to_thread(stages.idle)
+    assert not left, f"left over after the test: {left}"
+
+
+async def typed(call: Any) -> Any:
+    """Drain a call that must fail; the EpdError it carries."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+        raise AssertionError(f"the stream ended with {await call.code()}")
+    return from_rpc_error(caught.value)
+
+
+def reference(planner: Planner, messages: Any, images: Sequence[Image.Image] = ()) -> list[int]:
+    return reference_generate(planner.checkpoint, messages, images).ids
+
+
+# -- answers ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("messages", "images"),
+    [(TEXT, []), (ONE, IMAGES[:1]), (THREE, IMAGES)],
+    ids=["text", "one", "three"],
+)
+async def test_tokens_equal_those_of_the_whole_model(
+    client: Client, planner: Planner, messages: Any, images: list[Image.Image]
+) -> None:
+    answer = await client.run(planner.request(messages, images))
+    assert answer.ids == reference(planner, messages, images)
+    assert answer.output_tokens == len(answer.ids) == 16
+    assert answer.finish == common_pb2.FINISH_REASON_LENGTH
+
+
+async def test_images_may_be_ready_in_any_order(client: Client, planner: Planner) -> None:
+    request = planner.request(THREE, IMAGES)
+    answer = await client.run(request, encode_order=[2, 0, 1])
+    assert answer.ids == reference(planner, THREE, IMAGES)
+
+
+async def test_the_text_before_an_image_is_prefilled_while_it_is_missing(
+    client: Client, planner: Planner
+) -> None:
+    messages = ask("this is a long text before the picture " * 3, "*", "describe")
+    request = planner.request(messages, IMAGES[:1])
+    first_placeholder = request.token_ids.index(planner.spec.image_token_id)
+    call = await client.start_prefill(request)
+    admitted = await next_event(call, "admitted")
+    assert list(admitted.missing_items) == [0]
+    tokens = 0
+    while tokens + 8 <= first_placeholder:  # whole blocks of text only
+        tokens = (await next_event(call, "kv_ready")).tokens
+    assert tokens <= first_placeholder
+    call.cancel()
+
+
+async def test_eight_requests_at_once(client: Client, planner: Planner) -> None:
+    wanted = [
+        (ask("hello " * (3 * i), *["*"] * (i % 3), "what?"), IMAGES[: i % 3]) for i in range(8)
+    ]
+    requests = [planner.request(messages, images) for messages, images in wanted]
+    answers = await asyncio.gather(*(client.run(request) for request in requests))
+    for (messages, images), answer in zip(wanted, answers, strict=True):
+        assert answer.ids == reference(planner, messages, images)
+
+
+async def test_one_token_is_prefills_business_alone(
+    client: Client, planner: Planner, stages: Stages
+) -> None:
+    steps = stages.processes["decode"].state()["steps"]
+    sampling = greedy(planner.spec.eos_token_ids, max_tokens=1)
+    answer = await client.run(planner.request(ONE, IMAGES[:1], sampling))
+    assert answer.ids == reference(planner, ONE, IMAGES[:1])[:1]
+    assert answer.finish == common_pb2.FINISH_REASON_LENGTH
+    assert "prefill.kv_ready" not in answer.events
+    assert stages.processes["decode"].state()["steps"] == steps
+
+
+async def test_a_stop_id_ends_the_output_wherever_it_is_sampled(
+    client: Client, planner: Planner
+) -> None:
+    ids = reference(planner, THREE, IMAGES)
+    for place in (0, 5):
+        stop = ids[place]
+        expected = ids[: ids.index(stop) + 1]
+        sampling = greedy(planner.spec.eos_token_ids, stop_token_ids=(stop,))
+        answer = await client.run(planner.request(THREE, IMAGES, sampling))
+        assert answer.ids == expected
+        assert answer.finish == common_pb2.FINISH_REASON_STOP
+
+
+async def test_sampling_is_repeatable_and_survives_a_failover(
+    client: Client, planner: Planner
+) -> None:
+    """Noise, penalties and limits are rebuilt from the ids alone."""
+    sampling = greedy(
+        planner.spec.eos_token_ids,
+        temperature=1.5,
+        seed=1234,
+        repetition_penalty=1.3,
+        frequency_penalty=0.5,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    request = planner.request(ONE, IMAGES[:1], sampling)
+    whole = await client.run(request)
+    assert len(whole.ids) == 16
+    assert all(len(token.top) == 3 and token.HasField("logprob") for token in whole.tokens)
+    assert (await client.run(request)).ids == whole.ids
+    for cut in (1, 9):
+        rest: Answer = await client.run(continued(request, whole.ids[:cut]))
+        assert whole.ids[:cut] + rest.ids == whole.ids
+        assert rest.output_tokens == 16
+    other = replace(request, sampling=replace(sampling, seed=99))
+    assert (await client.run(other)).ids != whole.ids
+
+
+async def test_embeddings_and_kv_go_through_the_transfer_engine(
+    client: Client, planner: Planner, stages: Stages
+) -> None:
+    def moved(stage: str, kind: str) -> float:
+        for line in stages.processes[stage].get("/metrics").decode().splitlines():
+            if line.startswith("epd_transfer_bytes_total") and f'kind="{kind}"' in line:
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
+    before = moved("prefill", "embedding"), moved("decode", "kv")
+    request = planner.request(ONE, IMAGES[:1])
+    await client.run(request)
+    spec = planner.spec
+    rows = spec.planes * request.items[0].rows * spec.hidden * 4
+    assert moved("prefill", "embedding") - before[0] == rows
+    blocks = -(-len(request.token_ids) // 8)
+    token_bytes = 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, head size, float32
+    assert moved("decode", "kv") - before[1] == blocks * 8 * token_bytes
+
+
+# -- bad input ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"not an image", ErrorKind.INVALID_IMAGE),
+        (png(IMAGES[0])[:-200], ErrorKind.INVALID_IMAGE),
+        (png(IMAGES[1]), ErrorKind.INVALID_IMAGE),
+    ],
+    ids=["garbage", "truncated", "another size"],
+)
+async def test_a_bad_picture_fails_its_own_stream_only(
+    client: Client, planner: Planner, data: bytes, kind: ErrorKind
+) -> None:
+    good = planner.request(ONE, IMAGES[:1])
+    bad = replace(planner.request(ONE, IMAGES[:1]), files=[data])
+    running = asyncio.create_task(client.run(good))
+    error = await typed(await client.start_encode(bad, 0))
+    assert (error.kind, error.param) == (kind, "job.image")
+    assert (await running).ids == reference(planner, ONE, IMAGES[:1])
+
+
+async def test_a_picture_larger_than_the_arena_names_the_limit(
+    client: Client, planner: Planner
+) -> None:
+    request = planner.request(ONE, IMAGES[:1])
+    huge = replace(request, items=[replace(request.items[0], rows=1 << 20)])
+    error = await typed(await client.start_encode(huge, 0))
+    assert error.kind is ErrorKind.IMAGE_TOO_LARGE
+    assert "encode.arena_mib" in error.message
+
+
+async def test_a_job_for_other_weights_is_refused_by_every_stage(
+    client: Client, planner: Planner
+) -> None:
+    request = replace(planner.request(ONE, IMAGES[:1]), fingerprint="0" * 64)
+    for call in (
+        await client.start_encode(request, 0),
+        await client.start_prefill(request),
+        await client.start_decode(request, 0),
+    ):
+        assert (await typed(call)).kind is ErrorKind.CONTRACT_MISMATCH
+
+
+async def test_the_first_message_must_be_the_job_and_only_once(
+    client: Client, planner: Planner
+) -> None:
+    for stub, message in (
+        (client.encode, encode_pb2.EncodeRequest()),
+        (client.prefill, prefill_pb2.PrefillRequest(cancel=common_pb2.Cancel())),
+        (client.decode, decode_pb2.DecodeRequest(start=decode_pb2.Start())),
+    ):
+        call: Any = stub.Run(timeout=10)
+        await call.write(message)
+        error = await typed(call)
+        assert (error.kind, error.param) == (ErrorKind.INVALID_REQUEST, "job")
+    request = planner.request(ONE, IMAGES[:1])
+    call = await client.start_prefill(request)
+    await next_event(call, "admitted")
+    await call.write(prefill_pb2.PrefillRequest(job=prefill_pb2.PrefillJob()))
+    error = await typed(call)
+    assert (error.kind, error.param) == (ErrorKind.INVALID_REQUEST, "job")
+
+
+# -- hand-offs that don't match -------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["nonce", "fingerprint", "dtype", "layout", "shape"])
+async def test_a_handle_that_promises_other_bytes_is_refused(
+    client: Client, planner: Planner, field: str
+) -> None:
+    def spoil(handle: common_pb2.Handle) -> common_pb2.Handle:
+        contract = handle.contract
+        if field == "nonce":
+            contract.nonce ^= 1
+        elif field == "shape":
+            contract.shape[1] += 1
+        else:
+            setattr(contract, field, "other")
+        return handle
+
+    def spoil_kv(ready: prefill_pb2.KvReady) -> prefill_pb2.KvReady:
+        spoil(ready.handle)
+        return ready
+
+    with pytest.raises((StageFailed, grpc.aio.AioRpcError)) as caught:
+        await client.run(planner.request(ONE, IMAGES[:1]), on_embedding=spoil)
+    assert code_of(caught.value) is grpc.StatusCode.FAILED_PRECONDITION
+    with pytest.raises((StageFailed, grpc.aio.AioRpcError)) as caught:
+        await client.run(planner.request(TEXT), on_kv=spoil_kv)
+    assert code_of(caught.value) is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_bytes_with_another_sum_are_refused(client: Client, planner: Planner) -> None:
+    def spoil(handle: common_pb2.Handle) -> common_pb2.Handle:
+        handle.spans[0].checksum ^= 1
+        return handle
+
+    def spoil_kv(ready: prefill_pb2.KvReady) -> prefill_pb2.KvReady:
+        spoil(ready.handle)
+        return ready
+
+    with pytest.raises((StageFailed, grpc.aio.AioRpcError)) as caught:
+        await client.run(planner.request(ONE, IMAGES[:1]), on_embedding=spoil)
+    assert code_of(caught.value) is grpc.StatusCode.DATA_LOSS
+    with pytest.raises((StageFailed, grpc.aio.AioRpcError)) as caught:
+        await client.run(planner.request(TEXT), on_kv=spoil_kv)
+    assert code_of(caught.value) is grpc.StatusCode.DATA_LOSS
+
+
+async def test_an_address_outside_registered_memory_fails_the_request_only(
+    client: Client, planner: Planner
+) -> None:
+    def spoil(handle: common_pb2.Handle) -> common_pb2.Handle:
+        handle.spans[0].address = 4096
+        return handle
+
+    with pytest.raises((StageFailed, grpc.aio.AioRpcError)) as caught:
+        await client.run(planner.request(ONE, IMAGES[:1]), on_embedding=spoil)
+    assert code_of(caught.value) is grpc.StatusCode.UNAVAILABLE
+    answer = await client.run(planner.request(TEXT))
+    assert answer.ids == reference(planner, TEXT)
+
+
+async def test_decode_never_runs_on_less_than_all_kv(client: Client, planner: Planner) -> None:
+    request = planner.request(TEXT)
+    prefill = await client.start_prefill(request)
+    delta = (await next_event(prefill, "admitted")).position_delta
+    ready = await next_event(prefill, "kv_ready")
+    for message, kind in (
+        (
+            decode_pb2.DecodeRequest(start=decode_pb2.Start(kv_tokens=8)),
+            ErrorKind.CONTRACT_MISMATCH,
+        ),
+        (decode_pb2.DecodeRequest(kv_ready=ready), ErrorKind.INVALID_REQUEST),
+    ):
+        decode = await client.start_decode(request, delta)
+        await decode.write(decode_pb2.DecodeRequest(kv_ready=ready))
+        await decode.write(message)
+        assert (await typed(decode)).kind is kind
+    prefill.cancel()
+
+
+def code_of(error: BaseException) -> grpc.StatusCode:
+    code = error.code if isinstance(error, StageFailed) else error.code()  # type: ignore[attr-defined]
+    assert isinstance(code, grpc.StatusCode)
+    return code
+
+
+# -- early ends -----------------------------------------------------------------
+# The client fixture checks after every test that nothing is held any more.
+
+
+@pytest.mark.parametrize("after", ["job", "accepted", "ready"])
+async def test_encode_gives_everything_back_when_its_stream_is_lost(
+    client: Client, planner: Planner, stages: Stages, after: str
+) -> None:
+    call = await client.start_encode(planner.request(ONE, IMAGES[:1]), 0)
+    if after != "job":
+        await next_event(call, "accepted")
+    if after == "ready":
+        await next_event(call, "ready")
+    call.cancel()
+    if after == "ready":
+        await eventually(stages, "encode", "quarantined_bytes", above=0)
+
+
+async def test_encode_half_closed_early_ends_by_itself(client: Client, planner: Planner) -> None:
+    call = await client.start_encode(planner.request(ONE, IMAGES[:1]), 0)
+    await call.done_writing()
+    try:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError:
+        assert await call.code() is grpc.StatusCode.CANCELLED
+    else:  # the item was ready before the half-close was seen
+        assert await call.code() is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("after", ["job", "admitted", "kv_ready", "first_token"])
+async def test_prefill_quarantines_what_was_announced_when_its_stream_is_lost(
+    client: Client, planner: Planner, stages: Stages, after: str
+) -> None:
+    call = await client.start_prefill(planner.request(TEXT))
+    await read_until(call, after)
+    call.cancel()
+    if after in ("kv_ready", "first_token"):
+        await eventually(stages, "prefill", "quarantined_bytes", above=0)
+
+
+@pytest.mark.parametrize("after", ["admitted", "kv_ready", "first_token"])
+async def test_prefill_cancelled_in_good_order_frees_at_once(
+    client: Client, planner: Planner, stages: Stages, after: str
+) -> None:
+    call = await client.start_prefill(planner.request(TEXT))
+    await read_until(call, after)
+    await call.write(prefill_pb2.PrefillRequest(cancel=common_pb2.Cancel(reason="test")))
+    terminal = await read_until(call, "reads_terminal")
+    assert terminal.clean
+    await call.done_writing()
+    assert await call.read() is grpc.aio.EOF
+    assert await call.code() is grpc.StatusCode.OK
+    assert stages.processes["prefill"].state()["quarantined_bytes"] == 0
+
+
+async def test_prefill_waiting_for_an_image_can_be_cancelled(
+    client: Client, planner: Planner
+) -> None:
+    call = await client.start_prefill(planner.request(ONE, IMAGES[:1]))
+    await read_until(call, "admitted")
+    await call.write(prefill_pb2.PrefillRequest(cancel=common_pb2.Cancel()))
+    assert (await read_until(call, "reads_terminal")).clean
+    await call.done_writing()
+    assert await call.code() is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("how", ["cancel", "lost"])
+@pytest.mark.parametrize("after", ["start", "admitted", "kv_fetched", "tokens"])
+async def test_decode_gives_everything_back(
+    client: Client, planner: Planner, after: str, how: str
+) -> None:
+    request = planner.request(TEXT, (), greedy(max_tokens=2000))
+    prefill, decode = await hand_over(client, request)
+    await read_until(decode, after)
+    if how == "lost":
+        decode.cancel()
+    else:
+        await decode.write(decode_pb2.DecodeRequest(cancel=common_pb2.Cancel(reason="test")))
+        assert (await read_until(decode, "reads_terminal")).clean
+        assert await decode.code() is grpc.StatusCode.OK
+    await prefill.done_writing()
+    assert await prefill.code() is grpc.StatusCode.OK
+
+
+async def test_a_deadline_is_like_a_lost_stream(
+    client: Client, planner: Planner, stages: Stages
+) -> None:
+    call = await client.start_prefill(planner.request(ONE, IMAGES[:1]), timeout_s=0.5)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_slow_reader_gets_every_token_in_few_messages(
+    client: Client, planner: Planner
+) -> None:
+    """Others go on meanwhile, and nothing is dropped."""
+    sampling = greedy(max_tokens=600, logprobs=True, top_logprobs=20)
+    request = planner.request(TEXT, (), sampling)
+    prefill, decode = await hand_over(client, request)
+    await prefill.done_writing()
+    await read_until(decode, "tokens")
+    for _ in range(3):
+        assert len((await client.run(planner.request(TEXT))).ids) == 16
+    indices, sizes = [], []
+    while not (event := await decode.read()).HasField("finished"):
+        sizes.append(len(event.tokens.tokens))
+        indices.append(event.tokens.first_index)
+        await asyncio.sleep(0.02)
+    assert event.finished.output_tokens == 600
+    assert indices == [2 + sum(sizes[:i]) for i in range(len(sizes))]
+    assert sum(sizes) == 598
+    assert max(sizes) > 10, "a lagging reader gets tokens coalesced"
+
+
+async def hand_over(client: Client, request: Request) -> tuple[Any, Any]:
+    """Prefill a text request and start decode on it; both calls."""
+    prefill = await client.start_prefill(request)
+    announced = []
+    while (event := await prefill.read()).WhichOneof("kind") != "first_token":
+        if event.HasField("kv_ready"):
+            announced.append(event.kv_ready)
+    decode = await client.start_decode(request, 0)
+    for ready in announced:
+        await decode.write(decode_pb2.DecodeRequest(kv_ready=ready))
+    first = event.first_token
+    start = decode_pb2.Start(first_token=first.token, kv_tokens=first.kv_tokens)
+    await decode.write(decode_pb2.DecodeRequest(start=start))
+    return prefill, decode
+
+
+async def read_until(call: Any, kind: str) -> Any:
+    """Read events up to the first of `kind`; for what we send, read nothing."""
+    if kind in ("job", "start"):
+        return None
+    while (event := await call.read()) is not grpc.aio.EOF:
+        if event.WhichOneof("kind") == kind:
+            return getattr(event, kind)
+    raise AssertionError(f"no {kind}: {await call.code()}")
+
+
+async def eventually(stages: Stages, stage: str, name: str, above: int) -> None:
+    for _ in range(50):
+        if stages.processes[stage].state()[name] > above:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{stage}.{name} never exceeded {above}")
+
+
+def test_request_logs_carry_their_id(stages: Stages, planner: Planner) -> None:
+    async def go() -> Request:
+        client = Client(stages)
+        request = planner.request(ONE, IMAGES[:1])
+        await client.run(request)
+        await client.close()
+        return request
+
+    name = asyncio.run(go()).name
+    for process in stages.processes.values():
+        assert f"[{name}]" in process.log()

@@ -1,0 +1,111 @@
+"""What operators see: log lines, metrics, the debug page."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from epd.config import LogConfig
+from epd.obs import logs
+from epd.obs.http import ObservationServer
+
+
+@pytest.fixture(autouse=True)
+def root_logger() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_json_lines_carry_request_fields_and_exception(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup(LogConfig(format="json"), "decode")
+    with logs.bind("req-1"):
+        try:
+            raise ValueError("why")
+        except ValueError:
+            logging.getLogger("x").exception("it %s", "broke", extra={"tokens": 3})
+    out = capsys.readouterr()
+    assert out.out == "", "stdout is for READY lines"
+    line = json.loads(out.err)
+    assert line["request"] == "req-1"
+    assert line["stage"] == "decode"
+    assert line["message"] == "it broke"
+    assert line["tokens"] == 3
+    assert "ValueError: why" in line["exception"]
+
+
+def test_text_lines_carry_the_request(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup(LogConfig(), "encode")
+    with logs.bind("req-2"):
+        logging.getLogger("x").info("hello", extra={"n": 1})
+    logging.getLogger("x").debug("not shown")
+    line = capsys.readouterr().err
+    assert "[req-2] hello n=1" in line
+    assert "not shown" not in line
+
+
+def test_an_explicit_request_wins(capsys: pytest.CaptureFixture[str]) -> None:
+    """Engine work of several requests is logged outside of any."""
+    logs.setup(LogConfig(format="json"), "encode")
+    logging.getLogger("x").info("hello", extra={"request": "req-3"})
+    assert json.loads(capsys.readouterr().err)["request"] == "req-3"
+
+
+async def test_the_request_follows_into_tasks_and_does_not_leak() -> None:
+    async def child() -> str:
+        return logs.request_id()
+
+    async def call(name: str) -> str:
+        logs.set_request(name)
+        await asyncio.sleep(0)
+        return await asyncio.create_task(child())
+
+    names = await asyncio.gather(*(asyncio.create_task(call(f"r{i}")) for i in range(5)))
+    assert names == [f"r{i}" for i in range(5)]
+    assert logs.request_id() == ""
+
+
+async def test_metrics_and_state_are_served() -> None:
+    server = ObservationServer("decode", lambda: {"streams": 3, "name": "x"})
+    address = await server.start("127.0.0.1", 0)
+
+    def get(path: str) -> bytes:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as answer:
+            return bytes(answer.read())
+
+    state = await asyncio.to_thread(get, "/debug/state")
+    assert json.loads(state) == {"streams": 3, "name": "x"}
+    page = (await asyncio.to_thread(get, "/metrics")).decode()
+    assert 'epd_state{stage="decode",what="streams"} 3.0' in page
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        await asyncio.to_thread(get, "/other")
+    assert caught.value.code == 404
+    await server.close()
+
+
+async def test_a_client_that_sends_nonsense_gets_an_answer_or_is_dropped() -> None:
+    server = ObservationServer("decode", dict)
+    address = await server.start("127.0.0.1", 0)
+    host, port = address.split(":")
+    for garbage in (
+        b"\r\n\r\n",
+        b"POST /metrics HTTP/1.1\r\n\r\n",
+        b"x" * 10000 + b"\r\n\r\n",
+        b"",
+    ):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(garbage)
+        if writer.can_write_eof():
+            writer.write_eof()
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert answer == b"" or answer.startswith(b"HTTP/1.0 404")
+        writer.close()
+    await server.close()

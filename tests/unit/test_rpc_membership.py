@@ -1,0 +1,137 @@
+"""A worker's registration, against a gateway of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+
+from epd.config import RpcConfig
+from epd.rpc import membership_client
+from epd.rpc.membership_client import MembershipClient
+from protos.epd.v1 import membership_pb2 as pb
+from protos.epd.v1 import membership_pb2_grpc
+
+HELLO = pb.Hello(address="127.0.0.1:1", epoch=7)
+WELCOME = pb.GatewayReply(welcome=pb.Welcome(heartbeat_ms=50, dead_ms=300))
+
+
+class Gateway(membership_pb2_grpc.MembershipServicer):
+    """Welcomes, and answers heartbeats; `refuse` and `mute` make it difficult."""
+
+    def __init__(self) -> None:
+        self.reports: list[pb.WorkerReport] = []
+        self.joins = 0
+        self.refuse = False
+        self.mute = False
+
+    async def Join(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        self.joins += 1
+        self.reports.append(await context.read())
+        if self.refuse:
+            await context.write(pb.GatewayReply(refused=pb.Refused(reason="other weights")))
+            return
+        await context.write(WELCOME)
+        while (report := await context.read()) is not grpc.aio.EOF:
+            self.reports.append(report)
+            if not self.mute:
+                await context.write(pb.GatewayReply(beat=pb.Beat()))
+
+    def kinds(self) -> list[str | None]:
+        return [report.WhichOneof("kind") for report in self.reports]
+
+
+async def start_gateway(port: int = 0) -> tuple[Gateway, grpc.aio.Server, int]:
+    gateway, server = Gateway(), grpc.aio.server()
+    membership_pb2_grpc.add_MembershipServicer_to_server(gateway, server)
+    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    return gateway, server, bound
+
+
+@asynccontextmanager
+async def worker(*ports: int) -> AsyncIterator[MembershipClient]:
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    load = lambda: pb.Heartbeat(steps=3, serving=True)  # noqa: E731
+    client = MembershipClient("decode", addresses, HELLO, load, RpcConfig())
+    client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_hello_first_then_heartbeats_with_the_load() -> None:
+    gateway, server, port = await start_gateway()
+    async with worker(port) as client:
+        await until(lambda: len(gateway.reports) >= 4)
+        assert client.joined == 1
+    assert gateway.kinds()[0] == "hello"
+    assert set(gateway.kinds()[1:]) == {"heartbeat"}
+    assert gateway.reports[0].hello == HELLO
+    assert gateway.reports[1].heartbeat.steps == 3
+    await server.stop(0)
+
+
+async def test_every_gateway_is_dialled_and_one_that_is_down_holds_up_no_other() -> None:
+    first, server_1, port_1 = await start_gateway()
+    second, server_2, port_2 = await start_gateway()
+    async with worker(1, port_1, port_2) as client:
+        await until(lambda: client.joined == 2)
+    assert first.joins == second.joins == 1
+    await server_1.stop(0)
+    await server_2.stop(0)
+
+
+async def test_a_gateway_that_restarts_finds_its_worker_back() -> None:
+    _, server, port = await start_gateway()
+    async with worker(port) as client:
+        await until(lambda: client.joined == 1)
+        await server.stop(0)
+        await until(lambda: client.joined == 0)
+        again, server, _ = await start_gateway(port)
+        await until(lambda: client.joined == 1)
+        assert again.joins == 1
+    await server.stop(0)
+
+
+async def test_a_silent_gateway_is_left_and_dialled_again() -> None:
+    gateway, server, port = await start_gateway()
+    gateway.mute = True
+    async with worker(port):
+        await until(lambda: gateway.joins >= 2)
+    await server.stop(0)
+
+
+async def test_a_refusal_is_tried_again_slowly(monkeypatch: Any) -> None:
+    monkeypatch.setattr(membership_client, "_REFUSED_S", 0.3)
+    gateway, server, port = await start_gateway()
+    gateway.refuse = True
+    async with worker(port) as client:
+        await until(lambda: gateway.joins == 1)
+        await asyncio.sleep(0.15)
+        assert gateway.joins == 1
+        assert client.joined == 0
+        gateway.refuse = False
+        await until(lambda: client.joined == 1)
+    await server.stop(0)
+
+
+async def test_leaving_is_told_at_once() -> None:
+    gateway, server, port = await start_gateway()
+    async with worker(port) as client:
+        await until(lambda: client.joined == 1)
+        client.leave(2.5)
+        await until(lambda: "leaving" in gateway.kinds(), within_s=0.5)
+    told = [report for report in gateway.reports if report.HasField("leaving")]
+    assert [report.leaving.grace_ms for report in told] == [2500]
+    await server.stop(0)
