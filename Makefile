@@ -56,7 +56,7 @@ check: $(READY) ## formatting, lint, types, import contracts, protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint
 	$(BIN)/python -m deploy.protos --check
 

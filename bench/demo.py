@@ -109,8 +109,16 @@ def _stop(process: subprocess.Popen[str]) -> None:
     print("".join(f"  {line}\n" for line in rest.splitlines()), end="")
     if process.returncode != 0:
         raise Failure(f"epd serve ended with exit code {process.returncode}")
-    if left := [process for process in family if process.is_running()]:
+    if left := [member for member in family if _runs(member)]:
         raise Failure(f"processes left over: {left}")
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Dead ones that only wait to be collected by init don't count."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def ask(client: OpenAI, question: Question) -> tuple[str, list[dict[str, Any]]]:

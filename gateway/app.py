@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
@@ -18,6 +19,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from epd.obs import logs, metrics
+from epd.text.output import Piece
 from gateway.chat import STAGE, Answer, ChatService, new_request_id
 from gateway.openai import Encoder
 from gateway.responses import ClientGone, EventStream, read_body, unless_gone
@@ -116,12 +118,23 @@ async def _chat(
     encoder = Encoder(answer, service.model, service.vocabulary)
     headers = {"x-request-id": request_id}
     if call.stream:
-        return EventStream(answer, encoder, headers)
+        pieces = answer.pieces()
+        try:
+            first = await unless_gone(request.receive, _first(pieces))
+        except BaseException:
+            answer.cancel()
+            raise
+        return EventStream(answer, first, pieces, encoder, headers)
     try:
         content = await unless_gone(request.receive, _whole(answer, encoder))
     finally:
         answer.cancel()
     return Response(content, media_type="application/json", headers=headers)
+
+
+async def _first(pieces: AsyncIterator[Piece]) -> Piece | None:
+    """Until there is output, a fault still gets a status of its own instead of an event."""
+    return await anext(pieces, None)
 
 
 async def _whole(answer: Answer, encoder: Encoder) -> bytes:

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from epd.errors import EpdError, ErrorKind
+from epd.text.output import Piece
 from gateway.chat import Answer
 from gateway.openai import Encoder, error_event
 
@@ -80,15 +81,25 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events of one answer. Ends it when the client goes away.
+    """Server-sent events of one answer that has begun with the piece `first` (None: it
+    is empty) and goes on with `pieces`. Ends it when the client goes away.
 
     Exactly one terminal: the finish chunk and [DONE], or an error event and [DONE].
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, encoder: Encoder, headers: dict[str, str]) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        first: Piece | None,
+        pieces: AsyncIterator[Piece],
+        encoder: Encoder,
+        headers: dict[str, str],
+    ) -> None:
         self._answer = answer
+        self._first = first
+        self._pieces = pieces
         self._encoder = encoder
         self.status_code = 200
         self.background = None
@@ -121,8 +132,10 @@ class EventStream(Response):
     async def _chunks(self) -> AsyncIterator[bytes]:
         encoder = self._encoder
         yield encoder.first()
+        if self._first is not None:
+            yield encoder.piece(self._first)
         try:
-            async for piece in self._answer.pieces():
+            async for piece in self._pieces:
                 yield encoder.piece(piece)
         except EpdError as error:
             _log.warning("stream ends with %s: %s", error.kind, error.message)

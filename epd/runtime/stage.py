@@ -77,6 +77,10 @@ class Worker(Protocol):
         """Counts for /metrics and /debug/state; all zero-able ones are zero when idle."""
         ...
 
+    def check_integrity(self) -> None:
+        """Assert the bookkeeping of memory and queues."""
+        ...
+
     def healthy(self) -> bool:
         """False where something below is stuck, e.g. the transfer engine."""
         ...
@@ -138,10 +142,22 @@ async def _observe(
 ) -> str:
     if config.worker.metrics_port < 0:
         return ""
-    observation = ObservationServer(stage, worker.state)
+    observation = ObservationServer(stage, lambda: _observed(worker))
     address = await observation.start(config.worker.host, config.worker.metrics_port)
     cleanup.push_async_callback(observation.close)
     return address
+
+
+def _observed(worker: Worker) -> Mapping[str, object]:
+    """The worker's counts, and whether its bookkeeping holds (looked at when it is idle)."""
+    state = worker.state()
+    if state["tickets"]:
+        return {**state, "integrity": "busy"}
+    try:
+        worker.check_integrity()
+    except AssertionError as broken:
+        return {**state, "integrity": f"broken: {broken}"}
+    return {**state, "integrity": "ok"}
 
 
 async def _until_stop(
