@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -18,6 +19,8 @@ from epd.transfer import metrics
 from epd.transfer.flow import Flow, Read
 from epd.transfer.pieces import Piece
 from epd.transfer.submitter import Native, Result, Submitter
+
+log = logging.getLogger("epd.transfer")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SPINS = 0.0002, 0.002, 8
 
@@ -89,8 +92,7 @@ class Driver:
         clean = await _until(lambda: not self._flow.unsettled, bound_s)
         if self._poller:
             self._poller.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._poller
+            await asyncio.wait([self._poller])
         return await asyncio.to_thread(self._submitter.stop, 1.0) and clean
 
     @property
@@ -132,6 +134,7 @@ class Driver:
         self._after_settled()
         if self._submitted_at and (self._poller is None or self._poller.done()):
             self._poller = asyncio.create_task(self._poll())
+            self._poller.add_done_callback(_report)
 
     async def _poll(self) -> None:
         """Follow every id to its end. Runs only while there are any."""
@@ -171,6 +174,12 @@ class Driver:
             entry[1]()
 
 
+def _report(poller: asyncio.Task[None]) -> None:
+    """A poller that died leaves its ids unfollowed: say so (they show as stuck)."""
+    if not poller.cancelled() and (error := poller.exception()):
+        log.critical("transfer: following reads failed", exc_info=error)
+
+
 async def _until(condition: Callable[[], bool], bound_s: float) -> bool:
     end = time.monotonic() + bound_s
     while not condition():
@@ -185,4 +194,5 @@ def _pause(idle: int) -> float:
     timers are no finer than 1 ms), then sleep longer and longer."""
     if idle <= _SPINS:
         return 0.0
-    return float(min(_FIRST_PAUSE_S * 1.5 ** (idle - _SPINS), _LONGEST_PAUSE_S))
+    doublings = min(idle - _SPINS - 1, 16)  # a float overflows after 1024
+    return min(_FIRST_PAUSE_S * 2.0**doublings, _LONGEST_PAUSE_S)

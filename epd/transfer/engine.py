@@ -101,9 +101,8 @@ class Engine:
                 "transfer.protocol",
             )
         self.register(self._pages.address, self._pages.nbytes, self._pages)
-        # A stopped peer's reads end by the progress timeout, those queued behind
-        # them by a second one.
-        self._driver = Driver(self._native, late_s=2 * config.read_deadline_s)
+        # A stopped peer's reads end by the progress timeout; the second is slack.
+        self._driver = Driver(self._native, late_s=config.read_deadline_s + 1)
 
     async def close(self, bound_s: float = 6.0) -> bool:
         """Stop reading, wait for what is under way, then let go of all memory.

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from epd.transfer.driver import Driver, ReadFailed
+from epd.transfer.driver import Driver, ReadFailed, _pause
 from epd.transfer.flow import WINDOW
 from epd.transfer.pieces import Piece
 
@@ -93,6 +93,11 @@ def start(
     return asyncio.create_task(driver.run(name, parts(count), owner, kwargs.get("key")))
 
 
+def is_gone(reference: weakref.ref[Owner]) -> bool:
+    gc.collect()  # the traceback of a failure refers to it too
+    return reference() is None
+
+
 async def until(condition: object) -> None:
     assert callable(condition)
     async with asyncio.timeout(3):
@@ -152,8 +157,7 @@ async def test_a_failed_id_fails_the_read_at_once_and_parks_the_rest(
     assert await driver.drain("k", 1.0)
     assert settled == ["k"]
     assert driver.parked == 0
-    gc.collect()  # the traceback of the failure refers to it too
-    assert pinned() is None, "memory pinned for ever"
+    await until(lambda: is_gone(pinned))
 
 
 async def test_cancellation_parks_until_terminal(driver: Driver, fake: FakeMooncake) -> None:
@@ -171,8 +175,7 @@ async def test_cancellation_parks_until_terminal(driver: Driver, fake: FakeMoonc
     fake.end(DONE)
     assert await driver.drain("k", 1.0)
     assert len(fake.pieces) == WINDOW, "submitted more after the cancellation"
-    gc.collect()
-    assert pinned() is None
+    await until(lambda: is_gone(pinned))
 
 
 async def test_late_is_not_an_end(driver: Driver, fake: FakeMooncake) -> None:
@@ -258,6 +261,29 @@ async def test_stopping_says_when_mooncake_did_not_let_go(fake: FakeMooncake) ->
 async def test_nothing_to_read_is_done_at_once(driver: Driver, fake: FakeMooncake) -> None:
     await driver.run("a:1", [], object(), None)
     assert fake.pieces == []
+
+
+def test_pauses_grow_to_a_bound_however_long_nothing_happens() -> None:
+    pauses = [_pause(idle) for idle in range(20)] + [_pause(10**9)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] == 0.0
+    assert pauses[9] == 0.0002
+    assert pauses[-1] == 0.002
+
+
+async def test_a_poller_that_dies_is_reported_and_shows_as_stuck(
+    fake: FakeMooncake, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = Driver(fake, late_s=0.1)  # type: ignore[arg-type]
+    task = start(driver)
+    await until(lambda: fake.status)
+    fake.status.clear()  # the fake now raises KeyError
+    await until(lambda: "following reads failed" in caplog.text)
+    await asyncio.sleep(0.2)
+    assert driver.stuck_s > 0
+    assert not await driver.stop(0.05)
+    with pytest.raises(ReadFailed):
+        await task
 
 
 async def test_no_timer_runs_while_nothing_is_read(driver: Driver, fake: FakeMooncake) -> None:
