@@ -372,9 +372,18 @@ class _Run:
             await self._raise(call)  # the stage ended its stream: the call knows why
 
     async def _raise(self, call: Any) -> None:
-        raise StageFailed(
-            await call.code(), await call.details(), tuple(await call.trailing_metadata() or ())
-        )
+        raise await failure(call)
+
+
+async def failure(call: Any) -> StageFailed:
+    """Why a call ended. After a write into a stream that had just ended, gRPC says
+    INTERNAL until the stage's own status arrives."""
+    for _ in range(100):
+        if await call.details() != "Internal error from Core":
+            break
+        await asyncio.sleep(0.01)
+    metadata = tuple(await call.trailing_metadata() or ())
+    return StageFailed(await call.code(), await call.details(), metadata)
 
 
 @dataclass

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random as random_module
 
 import pytest
-from decode.scheduler import Scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decode.scheduler import Scheduler
 from epd.errors import EpdError, ErrorKind
 from epd.kv.blocks import BlockAllocator
 

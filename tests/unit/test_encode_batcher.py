@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from encode.batcher import Batcher
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from encode.batcher import Batcher
 from epd.errors import EpdError, ErrorKind
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefill.scheduler import Chunk, ItemSpan, Scheduler
 
 from epd.errors import EpdError, ErrorKind
+from prefill.scheduler import Chunk, ItemSpan, Scheduler
 
 
 def always(key: int) -> bool:

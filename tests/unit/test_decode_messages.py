@@ -1,0 +1,60 @@
+"""Decode's events on their way to a client that lags."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from decode.service import messages
+from decode.ticket import Admitted, Event, Finished, KvFetched, ReadsTerminal, TokenMade
+from epd.jobs import FinishReason, SampledToken, StageTiming
+from epd.runtime.mailbox import Mailbox
+
+
+def made(index: int) -> TokenMade:
+    return TokenMade(index, SampledToken(100 + index))
+
+
+def test_tokens_in_a_row_become_one_message_in_order() -> None:
+    events: list[Event] = [
+        Admitted(0),
+        KvFetched(1.0, 2),
+        *[made(i) for i in range(1, 6)],
+        Finished(FinishReason.STOP, 6, StageTiming()),
+    ]
+    sent = list(messages(events))
+    assert [m.WhichOneof("kind") for m in sent] == ["admitted", "kv_fetched", "tokens", "finished"]
+    assert sent[2].tokens.first_index == 1
+    assert [token.id for token in sent[2].tokens.tokens] == [101, 102, 103, 104, 105]
+    assert sent[3].finished.output_tokens == 6
+
+
+def test_tokens_alone_and_a_last_word() -> None:
+    assert [len(m.tokens.tokens) for m in messages([made(3)])] == [1]
+    assert next(iter(messages([ReadsTerminal(False)]))).reads_terminal.clean is False
+
+
+async def test_a_mailbox_gathers_while_nobody_takes_and_ends_after_its_last_event() -> None:
+    mailbox: Mailbox[int] = Mailbox()
+    for number in range(3):
+        mailbox.put(number)
+    assert await mailbox.take() == [0, 1, 2]
+    taking = asyncio.create_task(mailbox.take())
+    await asyncio.sleep(0)
+    assert not taking.done()
+    mailbox.put(3)
+    mailbox.close()
+    mailbox.put(4)  # too late
+    assert await taking == [3]
+    assert await mailbox.take() == []
+
+
+async def test_an_error_comes_after_the_events_before_it_and_the_first_counts() -> None:
+    mailbox: Mailbox[int] = Mailbox()
+    mailbox.put(1)
+    mailbox.close(ValueError("first"))
+    mailbox.close(ValueError("second"))
+    assert await mailbox.take() == [1]
+    with pytest.raises(ValueError, match="first"):
+        await mailbox.take()

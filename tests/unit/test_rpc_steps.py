@@ -1,0 +1,111 @@
+"""The engine loop: progress, stalls, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from epd.obs import metrics
+from epd.runtime.steps import StepLoop
+
+
+async def test_steps_run_while_there_is_work_and_wait_for_a_poke() -> None:
+    work = [3]
+    ran = []
+
+    async def step() -> bool:
+        if not work[0]:
+            return False
+        work[0] -= 1
+        ran.append(await loop.run(lambda: threading.current_thread().name, 1))
+        return True
+
+    loop = StepLoop("decode", step, lambda: work[0] > 0)
+    loop.start()
+    await asyncio.sleep(0.05)
+    assert ran == []
+    loop.poke()
+    await asyncio.sleep(0.05)
+    assert len(ran) == loop.steps == 3
+    assert len(set(ran)) == 1, "one thread does all the tensor work"
+    assert ran[0] != threading.current_thread().name
+    await loop.close()
+
+
+async def test_the_event_loop_is_free_during_a_step() -> None:
+    async def step() -> bool:
+        return False
+
+    loop = StepLoop("decode", step, lambda: False)
+    started = time.monotonic()
+    running = asyncio.create_task(loop.run(lambda: time.sleep(0.2), 1))
+    await asyncio.sleep(0.01)
+    assert time.monotonic() - started < 0.15
+    assert loop.in_step
+    await running
+    await loop.close()
+
+
+async def test_a_stage_with_work_and_no_step_is_stalled_and_one_without_work_is_not() -> None:
+    work = [True]
+
+    async def step() -> bool:
+        return False
+
+    loop = StepLoop("decode", step, lambda: work[0])
+    loop.start()
+    await asyncio.sleep(0.1)
+    assert loop.stalled_for() > 0.08
+    work[0] = False
+    assert loop.stalled_for() < 0.01
+    work[0] = True
+    await loop.run(lambda: None, 1)
+    assert loop.stalled_for() < 0.05
+    await loop.close()
+
+
+async def test_a_step_that_hangs_is_a_stall_although_nothing_waits() -> None:
+    release = threading.Event()
+
+    async def step() -> bool:
+        return False
+
+    loop = StepLoop("decode", step, lambda: False)
+    running = asyncio.create_task(loop.run(release.wait, 1))
+    await asyncio.sleep(0.1)
+    assert loop.stalled_for() > 0.08
+    release.set()
+    await running
+    await loop.close()
+
+
+async def test_a_step_that_raises_is_counted_and_leaves_the_thread_usable() -> None:
+    async def step() -> bool:
+        return False
+
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    loop = StepLoop("decode", step, lambda: False)
+    counter = metrics.STEP_FAILURES.labels("decode")
+    before = counter._value.get()
+    with pytest.raises(ZeroDivisionError):
+        await loop.run(broken, 1)
+    assert counter._value.get() == before + 1
+    assert await loop.run(lambda: 5, 1) == 5
+    await loop.close()
+
+
+async def test_a_bug_in_the_step_itself_ends_the_task() -> None:
+    async def step() -> bool:
+        raise AssertionError("bookkeeping")
+
+    loop = StepLoop("decode", step, lambda: True)
+    task = loop.start()
+    loop.poke()
+    with pytest.raises(AssertionError, match="bookkeeping"):
+        await task
+    await loop.close()
