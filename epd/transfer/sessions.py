@@ -9,7 +9,7 @@ Mooncake remembers for ever what it learned about a session's *name*, so a worke
 that restarts on the same address stays unreachable under that name. The port in
 a name may carry leading zeros without changing what is dialled; each new engine
 on an address (told by its description's digest) gets a name of its own. See
-docs/adr/0003-session-names.md.
+docs/adr/0004-session-names.md.
 """
 
 from __future__ import annotations

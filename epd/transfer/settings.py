@@ -21,6 +21,8 @@ NEVER = {
     "MC_TCP_PROTO": "1 has no acknowledgement: stale data is taken for new",
     "MC_SLICE_TIMEOUT": "reports a timeout while the engine still uses the memory",
     "MC_DISABLE_METACACHE": "asks the peer again for every descriptor",
+    "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "a stopped peer holds the refresh, and the "
+    "closing of an engine, for 60 s (docs/adr/0004-session-names.md says what is done instead)",
     "MC_USE_TENT": "another engine under the same name, not the one tested here",
 }
 """Removed from the environment: each of these breaks a promise of ours."""
