@@ -89,6 +89,17 @@ def test_exact_mode_has_the_same_bits_in_any_batch(
             assert torch.equal(result, alone[index])
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_forwards_are_shared_except_in_exact_mode(tiny_checkpoint: Tiny, exact: bool) -> None:
+    """Here a shared forward may give the same bits; elsewhere it may not, so count them."""
+    path = tiny_checkpoint("qwen3_vl")
+    encoder = VisionEncoder.load(path, "bfloat16", exact=exact)
+    forwards = []
+    encoder._model.base_model.visual.register_forward_hook(lambda *_: forwards.append(1))
+    encoder.encode(_prepared(path, 1))
+    assert len(forwards) == (len(SIZES) if exact else 1)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_results_own_their_memory(tiny_checkpoint: Tiny, family: str) -> None:
     path = tiny_checkpoint(family)
