@@ -153,3 +153,13 @@ class _Force:
         forced = torch.full_like(scores, float("-inf"))
         forced[:, next(self._rest)] = 0.0
         return forced
+
+
+def test_exact_mode_equals_generate_too(path: Path) -> None:
+    """Exact is another order of the same sums, and holds in float32 as well."""
+    exact = Split(path, exact=True)
+    (chunked, reference), (whole, _) = (_request(exact, path, THREE_IMAGES) for _ in range(2))
+    exact.run([chunked], 7)
+    _compare(chunked, reference)
+    exact.run([whole], WHOLE)
+    assert torch.equal(torch.stack(whole.logits), torch.stack(chunked.logits))

@@ -71,6 +71,10 @@ def test_rows_of_an_image_are_told_apart_by_their_offset() -> None:
     """Two cuts of the same pictures: same ids, same digests, other rows."""
     ids = [IMAGE] * 8
     assert hashes(ids, (item("a", 5), item("a", 3))) != hashes(ids, (item("a", 4), item("a", 4)))
+    ids = [1, 2, 3, *[IMAGE] * 5]
+    again, going_on = hashes(ids, (item("a", 1), item("a", 4))), hashes(ids, (item("a", 5),))
+    assert again[0] == going_on[0]
+    assert again[1] != going_on[1]
 
 
 def test_a_generated_placeholder_is_no_image() -> None:

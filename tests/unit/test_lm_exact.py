@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from epd.models.exact import _exp, _neighbour_sum, _tanh, exact_attention, make_row_invariant
+from epd.models.exact import (
+    ROW_TILE,
+    _exp,
+    _neighbour_sum,
+    _tanh,
+    exact_attention,
+    make_row_invariant,
+)
 
 
 def test_exponential_is_accurate() -> None:
@@ -49,6 +57,23 @@ def test_linear_rows_do_not_depend_on_their_number_or_place(
         assert torch.equal(linear(x[start:stop]), wanted[start:stop])
     assert linear(x[:0]).shape == (0, shape[1])
     assert torch.equal(linear(x.view(3, 50, -1)), wanted.view(3, 50, -1))
+
+
+def test_every_product_has_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel is chosen by. On another CPU than this one it may matter more."""
+    shapes = set()
+    original = F.linear
+
+    def record(x: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        shapes.add(x.shape)
+        return original(x, *args)
+
+    linear = nn.Linear(64, 32)
+    make_row_invariant(linear)
+    monkeypatch.setattr(F, "linear", record)
+    for rows in (1, 15, 16, 17, 100):
+        assert linear(torch.randn(rows, 64)).shape == (rows, 32)
+    assert shapes == {(ROW_TILE, 64)}
 
 
 def test_rows_of_a_large_attention_equal_rows_alone() -> None:
