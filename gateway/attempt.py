@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
@@ -89,11 +90,15 @@ class Attempt:
         self._base = len(progress.output)
         self._tasks: asyncio.TaskGroup | None = None
         self._prefill: StageStream | None = None
-        self._prefill_over = False
+        self._prefill_done = False
+        """It has given its token: it computes and reads no more, it only holds blocks."""
+        self._released = False
+        """Half-closed: nobody reads its blocks any more."""
         self._encoders: dict[int, list[StageStream]] = {}
         self._fetched: set[int] = set()
         self._decodes: list[StageStream] = []
-        self._decoding = False
+        self._decode_task: asyncio.Task[None] | None = None
+        self._decode_done = False
         self._position_delta = 0
         self._announced: list[prefill_pb2.KvReady] = []
         self._start: decode_pb2.Start | None = None
@@ -129,11 +134,13 @@ class Attempt:
         try:
             while (event := await stream.next()) is not None:
                 await self._on_prefill(event)
+                if self._reason is not None:
+                    return
         except StageFault:
-            if not self._prefill_over:
+            if not self._released:
                 raise
             return  # its part was done already
-        if not self._prefill_over:
+        if not self._released:
             raise self._broken(stream, "ended before its part was done")
 
     async def _on_prefill(self, event: prefill_pb2.PrefillEvent) -> None:
@@ -168,13 +175,12 @@ class Attempt:
 
     def _on_kv_ready(self, ready: prefill_pb2.KvReady) -> None:
         self._announced.append(ready)
-        if self._decoding:
+        if self._decode_task is not None:
             self._decodes[-1].send(decode_pb2.DecodeRequest(kv_ready=ready))
             return
         self._timeline.begin("kv transfer")
-        self._decoding = True
         # Opened here, so that the blocks announced next find it.
-        self._spawn(self._run_decode(self._open_decode()))
+        self._decode_task = self._spawn(self._run_decode(self._open_decode()))
 
     async def _on_first_token(self, first: prefill_pb2.FirstToken) -> None:
         self._timeline.end("prefill")
@@ -182,12 +188,16 @@ class Attempt:
         reason = convert.finish_from_proto(first.finish_reason)
         if reason is None and not self._decode_follows:
             reason = FinishReason.LENGTH
+        self._prefill_done = True
         if reason is not None:
-            self._release_prefill()
+            # A decode that reads already is told to stop, and then prefill is released:
+            # both in `teardown`.
+            if self._decode_task is not None:
+                self._decode_task.cancel()
             await self._progress.extend(self._base, [token])
             self._reason = reason
             return
-        if not self._decoding:
+        if self._decode_task is None:
             raise self._broken(self._prefill, "gave a token but announced no KV")
         self._start = decode_pb2.Start(first_token=first.token, kv_tokens=first.kv_tokens)
         self._decodes[-1].send(decode_pb2.DecodeRequest(start=self._start))
@@ -196,7 +206,7 @@ class Attempt:
     def _release_prefill(self) -> None:
         """Nobody reads its blocks any more: they are reusable at once."""
         assert self._prefill is not None
-        self._prefill_over = True
+        self._released = True
         self._prefill.finish()
 
     def _prefill_job(self) -> prefill_pb2.PrefillJob:
@@ -299,7 +309,7 @@ class Attempt:
                 self.blame(fault)
                 avoid = self._progress.avoid[Stage.DECODE]
                 others = self._stages.registry.has_other(Stage.DECODE, avoid)
-                if self._prefill_over or not fault.error.mapping.retryable or not others:
+                if self._released or not fault.error.mapping.retryable or not others:
                     raise
             stream = self._open_decode()
 
@@ -332,6 +342,7 @@ class Attempt:
                 f"{len(self._progress.output)} arrived",
             )
         stream.finish()
+        self._decode_done = True
         self._reason = reason
 
     def _decode_job(self) -> decode_pb2.DecodeJob:
@@ -357,27 +368,26 @@ class Attempt:
         Never raises. After a complete output all calls are half-closed already and
         this only sees them end.
         """
-        bound = self._stages.cancel_bound_s
         cancel = common_pb2.Cancel(reason=reason)
-        clean = True
+        decoded = True
         for decode in self._decodes:
-            if not decode.ended and self._reason is None:
-                message = decode_pb2.DecodeRequest(cancel=cancel)
-                clean &= await decode.cancel_and_wait(message, bound)
-            else:
-                clean &= not decode.lost
+            message = decode_pb2.DecodeRequest(cancel=cancel)
+            decoded &= await self._stopped(decode, message, done=self._decode_done)
             decode.finish()
-        prefill = self._prefill
-        if prefill is not None:
-            if not prefill.ended and not self._prefill_over:
-                message_ = prefill_pb2.PrefillRequest(cancel=cancel)
-                fetched = await prefill.cancel_and_wait(message_, bound)
-            else:
-                fetched = self._prefill_over or not prefill.lost
-            _close([prefill], clean or self._prefill_over)
+        streams = [*self._decodes, *self._all_encoders()]
+        if (prefill := self._prefill) is not None:
+            request = prefill_pb2.PrefillRequest(cancel=cancel)
+            fetched = await self._stopped(prefill, request, done=self._prefill_done)
+            _close([prefill], decoded or self._released)
             _close(self._all_encoders(), fetched)
-        streams = [*self._decodes, *([prefill] if prefill else []), *self._all_encoders()]
+            streams.append(prefill)
         await asyncio.gather(*(stream.settle(_SETTLE_S) for stream in streams))
+
+    async def _stopped(self, reader: StageStream, cancel: Any, done: bool) -> bool:
+        """Whether no read of this reader is under way any more; asks it to stop first."""
+        if done or reader.ended:
+            return done or not reader.lost
+        return await reader.cancel_and_wait(cancel, self._stages.cancel_bound_s)
 
     def _all_encoders(self) -> list[StageStream]:
         return [stream for streams in self._encoders.values() for stream in streams]
@@ -391,9 +401,9 @@ class Attempt:
         timeout_s = left + _DEADLINE_SLACK_S
         return stages.connections.open(stage, worker, timeout_s, self._request.request_id)
 
-    def _spawn(self, work: Awaitable[None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None
-        self._tasks.create_task(work)  # type: ignore[arg-type]
+        return self._tasks.create_task(work)
 
     @property
     def progressed(self) -> bool:

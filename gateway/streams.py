@@ -25,6 +25,9 @@ from protos.epd.v1 import decode_pb2_grpc, encode_pb2_grpc, prefill_pb2_grpc
 
 _INBOX = 64
 _DETAILS = "grpc-status-details-bin"
+_LOCAL_FAULT = "Internal error from Core"
+_STATUS_POLLS = 100
+_STATUS_POLL_S = 0.005
 _STUBS: dict[Stage, Any] = {
     Stage.ENCODE: encode_pb2_grpc.EncodeStub,
     Stage.PREFILL: prefill_pb2_grpc.PrefillStub,
@@ -58,6 +61,8 @@ class StageStream:
         self._ended = asyncio.Event()
         self._error: EpdError | None = None
         self._half_closed = False
+        self._status: grpc.aio.AioRpcError | None = None
+        call.add_done_callback(self._on_status)
         worker.streams.add(self)
         worker.pending += 1
         self._tasks = (asyncio.create_task(self._read()), asyncio.create_task(self._write()))
@@ -141,8 +146,7 @@ class StageStream:
                     self._room.clear()
                     await self._room.wait()
         except grpc.aio.AioRpcError as error:
-            self.lost = not any(key == _DETAILS for key, _ in error.trailing_metadata() or ())
-            self._error = self._error or from_rpc_error(error)
+            await self._fail(error)
         except asyncio.CancelledError:
             # Our own `abort`; nobody cancels this task.
             self.lost = True
@@ -153,6 +157,34 @@ class StageStream:
             self._outbox.put_nowait(None)
             self.worker.streams.discard(self)
 
+    def _on_status(self, call: Any) -> None:
+        """Called by grpc.aio each time that the call's status is set.
+
+        A write that is under way when the peer ends the call makes grpc.aio set
+        INTERNAL itself (`_StreamRequestMixin._write`), before or after the status that
+        was received. Only that one counts.
+        """
+        if (details := _now(call.details())) != _LOCAL_FAULT:
+            code, trailing = _now(call.code()), _now(call.trailing_metadata())
+            empty = grpc.aio.Metadata()
+            self._status = grpc.aio.AioRpcError(code, empty, trailing or empty, details)
+
+    async def _fail(self, error: grpc.aio.AioRpcError) -> None:
+        for _ in range(_STATUS_POLLS):
+            if error.details() != _LOCAL_FAULT:
+                break
+            if self._status is not None:
+                error = self._status
+            else:
+                await asyncio.sleep(_STATUS_POLL_S)
+        if error.code() is grpc.StatusCode.OK:
+            return
+        self.lost = not any(key == _DETAILS for key, _ in error.trailing_metadata() or ())
+        found = from_rpc_error(error)
+        if error.details() == _LOCAL_FAULT:
+            found = EpdError(ErrorKind.STAGE_UNAVAILABLE, "the call broke under a message")
+        self._error = self._error or found
+
     async def _write(self) -> None:
         try:
             while (message := await self._outbox.get()) is not None:
@@ -161,6 +193,16 @@ class StageStream:
                 await self._call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
             return  # the call has ended; `_read` knows why
+
+
+def _now(answer: Any) -> Any:
+    """Result of a coroutine that has nothing to wait for (the call's status is known)."""
+    try:
+        answer.send(None)
+    except StopIteration as result:
+        return result.value
+    answer.close()
+    return None
 
 
 class Connections:

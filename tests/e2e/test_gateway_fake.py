@@ -1,0 +1,636 @@
+"""The gateway over scripted stages: order of calls, cancelling, failover, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from epd.config import Config
+from epd.errors import ErrorKind
+from epd.jobs import Stage
+from gateway.app import counts
+from gateway.main import Gateway, Loaded, load
+from protos.epd.v1 import common_pb2
+from tests.e2e.fake_stages import Call, Fake, Script, fail, hang
+from tests.e2e.http_client import Connection, Reply, get, post
+
+CHECKPOINT = Path(__file__).parents[2] / "demo" / "checkpoint"
+CHAT = "/v1/chat/completions"
+pytestmark = pytest.mark.timeout(30)
+
+
+def config(**gateway: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(CHECKPOINT), "name": "demo"},
+            "gateway": {
+                "http_port": 0,
+                "grpc_port": 0,
+                "membership_port": 0,
+                "heartbeat_s": 0.05,
+                "dead_s": 0.5,
+                "cancel_bound_s": 1.0,
+                "preprocess_workers": 0,
+                **gateway,
+            },
+            "limits": {"max_inflight": 8, "max_body_bytes": 1 << 20},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    return load(config())
+
+
+class House:
+    """A gateway and its fakes."""
+
+    def __init__(self, loaded: Loaded, config: Config) -> None:
+        self.script = Script()
+        self.gateway = Gateway(config, loaded)
+        self.fakes: list[Fake] = []
+        self.http = self.grpc = self._membership = ""
+        self._hello = {
+            "fingerprint": loaded.spec.fingerprint,
+            "dtype": loaded.spec.dtype,
+            "kv_layout": "kv-block-major/1",
+            "kv_block_shape": [4, 2],
+        }
+
+    async def start(self) -> None:
+        addresses = await self.gateway.start()
+        self.http, self.grpc = addresses["http"], addresses["grpc"]
+        self._membership = addresses["membership"]
+
+    async def add(self, stage: Stage, name: str = "", port: int = 0) -> Fake:
+        epoch = len(self.fakes) + 1
+        fake = Fake(stage, name or str(stage), self.script, {**self._hello, "epoch": epoch})
+        self.fakes.append(fake)
+        await fake.start(self._membership, port)
+        async with asyncio.timeout(5):
+            while fake.address not in {w.card.address for w in self._live(stage)}:
+                await asyncio.sleep(0.01)
+        return fake
+
+    def _live(self, stage: Stage) -> list[Any]:
+        return self.gateway.registry.live(stage)
+
+    async def settled(self) -> None:
+        """Every call is closed, on both sides."""
+        service = self.gateway.service
+        async with asyncio.timeout(5):
+            while any(
+                counts(service)[what] for what in ("in_flight", "runs", "teardowns", "streams")
+            ) or any(fake.calls for fake in self.fakes):
+                await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        await self.gateway.close()
+        for fake in self.fakes:
+            await fake.stop()
+
+    @property
+    def journal(self) -> list[str]:
+        return self.script.journal
+
+    async def chat(self, **fields: Any) -> Reply:
+        return await post(self.http, CHAT, body(**fields))
+
+    async def stream(self, **fields: Any) -> list[Any]:
+        reply = await self.chat(stream=True, **fields)
+        assert reply.status == 200, reply.body
+        return reply.events()
+
+
+@pytest.fixture
+async def empty(loaded: Loaded) -> AsyncIterator[House]:
+    """A gateway without workers. Afterwards nothing may be left over."""
+    house = House(loaded, config())
+    await house.start()
+    try:
+        yield house
+        await house.settled()
+    finally:
+        await house.close()
+
+
+@pytest.fixture
+async def house(empty: House) -> House:
+    """One worker of each stage."""
+    for stage in Stage:
+        await empty.add(stage)
+    return empty
+
+
+def picture(colour: str = "red", size: tuple[int, int] = (64, 48)) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, colour).save(buffer, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def body(*, images: int = 0, **fields: Any) -> dict[str, Any]:
+    colours = ("red", "green", "blue")
+    content = [picture(colours[i]) for i in range(images)]
+    messages = [{"role": "user", "content": [*content, {"type": "text", "text": "what is it?"}]}]
+    return {"model": "demo", "messages": messages, "max_tokens": 64, **fields}
+
+
+def text_of(events: list[Any]) -> str:
+    return "".join(
+        event["choices"][0]["delta"].get("content", "")
+        for event in events
+        if event != "[DONE]" and event.get("choices")
+    )
+
+
+def before(journal: list[str], first: str, second: str) -> bool:
+    return journal.index(first) < journal.index(second)
+
+
+# --- the sequence ------------------------------------------------------------------------
+
+
+async def test_one_image_goes_through_all_stages_in_order(house: House) -> None:
+    reply = await house.chat(images=1, timeline=True)
+    assert reply.status == 200, reply.body
+    await house.settled()
+    order = (
+        ("prefill: job", "encode: job"),
+        ("encode: job", "encode: ItemReady 0"),
+        ("encode: ItemReady 0", "prefill: EmbeddingFetched 0"),
+        ("prefill: EmbeddingFetched 0", "encode: half-close"),
+        ("prefill: EmbeddingFetched 0", "decode: job"),
+        ("prefill: FirstToken", "decode: KvFetched"),
+        ("decode: KvFetched", "prefill: half-close"),
+        ("decode: KvFetched", "decode: Finished"),
+    )
+    assert [pair for pair in order if not before(house.journal, *pair)] == []
+    assert len(house.journal) == len({step for pair in order for step in pair})
+    answer = reply.json()
+    assert answer["usage"]["completion_tokens"] == len(house.script.output)
+    assert answer["usage"]["prompt_tokens_details"]["image_tokens"] > 0
+    names = [phase["name"] for phase in answer["timeline"]["phases"]]
+    assert set(names) == {
+        "plan",
+        "admission",
+        "prefill",
+        "encode[0]",
+        "embedding transfer[0]",
+        "kv transfer",
+        "decode",
+    }
+
+
+async def test_jobs_agree_with_each_other(house: House) -> None:
+    await house.chat(images=1, seed=7, temperature=0.5)
+    await house.settled()
+    (encode,), (prefill,), (decode,) = (house.script.jobs_of(stage) for stage in Stage)
+    assert encode.nonce == prefill.nonce == decode.nonce
+    assert encode.request_id == prefill.request_id == decode.request_id
+    assert encode.item == prefill.items[0] == decode.items[0]
+    assert prefill.token_ids == decode.token_ids
+    assert prefill.sampling == decode.sampling
+    assert prefill.sampling.seed == 7
+    assert decode.position_delta == -3
+
+
+async def test_text_only_never_touches_encode(house: House) -> None:
+    assert (await house.chat()).status == 200
+    assert house.script.jobs_of(Stage.ENCODE) == []
+
+
+async def test_one_token_never_touches_decode(house: House) -> None:
+    reply = await house.chat(max_tokens=1)
+    assert reply.json()["choices"][0]["finish_reason"] == "length"
+    assert reply.json()["usage"]["completion_tokens"] == 1
+    assert house.script.jobs_of(Stage.DECODE) == []
+    assert not house.script.jobs_of(Stage.PREFILL)[0].decode_follows
+
+
+async def test_a_first_token_that_ends_needs_no_start(house: House) -> None:
+    house.script.output = [5]
+    reply = await house.chat()
+    assert reply.json()["choices"][0]["finish_reason"] == "stop"
+    await house.settled()
+    assert house.journal[-3:] == ["decode: Cancel", "decode: ReadsTerminal", "prefill: half-close"]
+
+
+async def test_only_missing_images_are_encoded(house: House) -> None:
+    house.script.missing = [1]
+    assert (await house.chat(images=3)).status == 200
+    assert [job.item.index for job in house.script.jobs_of(Stage.ENCODE)] == [1]
+
+
+async def test_images_are_encoded_at_the_same_time(house: House) -> None:
+    together = asyncio.Barrier(3)
+
+    async def meet(call: Call) -> None:
+        await together.wait()
+
+    house.script.hooks["encode.job"] = meet
+    assert (await house.chat(images=3)).status == 200
+
+
+async def test_stream_and_whole_answer_are_the_same(house: House) -> None:
+    whole = (await house.chat(images=1)).json()
+    events = await house.stream(images=1, stream_options={"include_usage": True})
+    assert text_of(events) == whole["choices"][0]["message"]["content"] != ""
+    assert events[-1] == "[DONE]"
+    assert events[-2]["usage"] == whole["usage"]
+    assert events[-3]["choices"][0]["finish_reason"] == "stop"
+    assert {event["id"] for event in events[:-1]} == {events[0]["id"]}
+
+
+async def test_first_token_is_sent_before_decode_has_fetched(house: House) -> None:
+    go = asyncio.Event()
+
+    async def wait(call: Call) -> None:
+        await go.wait()
+
+    house.script.hooks["decode.fetch"] = wait
+    connection = await Connection.send(house.http, "POST", CHAT, raw(stream=True))
+    await connection.head()
+    events = connection.events()
+    assert (await anext(events))["choices"][0]["delta"]["role"] == "assistant"
+    assert (await anext(events))["choices"][0]["delta"]["content"] != ""
+    go.set()
+    assert [event async for event in events][-1] == "[DONE]"
+
+
+def raw(**fields: Any) -> bytes:
+    import json
+
+    return json.dumps(body(**fields)).encode()
+
+
+# --- cancelling --------------------------------------------------------------------------
+
+
+async def leave_at(house: House, point: str, **fields: Any) -> None:
+    """Send a request, go away once a fake is at `point`, and wait for the end."""
+    reached = asyncio.Event()
+
+    async def wait(call: Call) -> None:
+        reached.set()
+        await hang(call)
+
+    house.script.hooks[point] = wait
+    connection = await Connection.send(house.http, "POST", CHAT, raw(**fields))
+    async with asyncio.timeout(5):
+        await reached.wait()
+    connection.close()
+    await house.settled()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_readers_are_cancelled_before_owners_are_closed(house: House, stream: bool) -> None:
+    await leave_at(house, "decode.fetch", stream=stream)
+    journal = house.journal
+    assert journal[journal.index("decode: Cancel") :] == [
+        "decode: Cancel",
+        "decode: ReadsTerminal",
+        "prefill: half-close",
+    ]
+
+
+async def test_readers_are_cancelled_while_prefill_computes(house: House) -> None:
+    await leave_at(house, "prefill.first")
+    journal = house.journal
+    assert journal[journal.index("decode: Cancel") :] == [
+        "decode: Cancel",
+        "decode: ReadsTerminal",
+        "prefill: Cancel",
+        "prefill: ReadsTerminal",
+        "prefill: half-close",
+    ]
+
+
+async def test_encoders_are_released_after_prefill_said_so(house: House) -> None:
+    await leave_at(house, "prefill.fetch", images=1)
+    journal = house.journal
+    assert journal[journal.index("prefill: Cancel") :][:2] == [
+        "prefill: Cancel",
+        "prefill: ReadsTerminal",
+    ]
+    assert before(journal, "prefill: ReadsTerminal", "encode: half-close")
+
+
+@pytest.mark.parametrize("point", ["prefill.job", "encode.job", "prefill.first", "decode.token"])
+async def test_a_client_may_leave_at_any_point(house: House, point: str) -> None:
+    await leave_at(house, point, images=1, stream=True)
+
+
+async def test_an_owner_is_cut_when_its_reader_is_not_clean(house: House) -> None:
+    house.script.clean = False
+    await leave_at(house, "decode.fetch")
+    assert "prefill: cut" in house.journal
+    assert "prefill: half-close" not in house.journal
+
+
+async def test_a_reader_that_stays_silent_is_given_up(house: House) -> None:
+    house.script.hooks["decode.terminal"] = hang
+    start = time.monotonic()
+    await leave_at(house, "decode.fetch")
+    assert 1.0 <= time.monotonic() - start < 4
+    assert "prefill: cut" in house.journal
+
+
+async def test_a_stop_string_cancels_decode(house: House) -> None:
+    text = (await house.chat()).json()["choices"][0]["message"]["content"]
+    stop = text[6:8]
+    house.journal.clear()
+
+    async def slowly(call: Call) -> None:
+        await asyncio.sleep(0.02)
+
+    house.script.output = house.script.output * 20
+    house.script.hooks["decode.token"] = slowly
+    reply = (await house.chat(stop=stop)).json()
+    await house.settled()
+    assert reply["choices"][0]["finish_reason"] == "stop"
+    assert stop not in reply["choices"][0]["message"]["content"]
+    assert text.startswith(reply["choices"][0]["message"]["content"])
+    assert reply["usage"]["completion_tokens"] < 20
+    assert "decode: Cancel" in house.journal
+    assert "decode: Finished" not in house.journal
+
+
+# --- faults --------------------------------------------------------------------------------
+
+
+async def test_no_worker_is_503_at_once(empty: House) -> None:
+    start = time.monotonic()
+    reply = await empty.chat()
+    assert reply.status == 503
+    assert reply.json()["error"]["code"] == "stage_unavailable"
+    assert int(reply.headers["retry-after"]) >= 1
+    assert time.monotonic() - start < 1
+
+
+async def test_ready_says_which_stage_is_missing(empty: House) -> None:
+    assert (await get(empty.http, "/ready")).status == 503
+    for stage in Stage:
+        await empty.add(stage)
+    reply = await get(empty.http, "/ready")
+    assert reply.status == 200
+    assert reply.json()["live_workers"] == {"encode": 1, "prefill": 1, "decode": 1}
+
+
+async def test_a_dead_encoders_image_goes_to_another(house: House) -> None:
+    await house.add(Stage.ENCODE, "encode-1")
+    died = asyncio.Event()
+
+    async def die_once(call: Call) -> None:
+        if not died.is_set():
+            died.set()
+            await call.worker.stop()
+
+    house.script.hooks["encode.job"] = die_once
+    assert (await house.chat(images=1)).status == 200
+    assert len(house.script.jobs_of(Stage.ENCODE)) == 2
+    assert len(house.script.jobs_of(Stage.PREFILL)) == 1
+
+
+async def test_another_decode_takes_over_while_prefill_holds_the_blocks(house: House) -> None:
+    await house.add(Stage.DECODE, "decode-1")
+    house.script.hooks["decode.fetch"] = fail(ErrorKind.TRANSFER_FAILED, times=1)
+    assert (await house.chat()).status == 200
+    first, second = house.script.jobs_of(Stage.DECODE)
+    assert first == second
+    assert len(house.script.jobs_of(Stage.PREFILL)) == 1
+
+
+async def test_a_lost_decode_goes_on_with_what_was_delivered(house: House) -> None:
+    await house.add(Stage.DECODE, "decode-1")
+    died = asyncio.Event()
+
+    async def die_once(call: Call) -> None:
+        if call.token == 4 and not died.is_set():
+            died.set()
+            await call.worker.stop()
+
+    expected = text_of(await house.stream())
+    house.script.jobs.clear()
+    house.script.hooks["decode.token"] = die_once
+    events = await house.stream(stream_options={"include_usage": True})
+    assert text_of(events) == expected
+    assert events[-2]["usage"]["completion_tokens"] == len(house.script.output)
+    first, second = house.script.jobs_of(Stage.PREFILL)
+    assert (first.attempt, second.attempt) == (0, 1)
+    assert second.prompt_length == first.prompt_length
+    generated = list(second.token_ids[second.prompt_length :])
+    assert generated == house.script.output[: len(generated)]
+    assert len(generated) == 4
+    assert first.nonce != second.nonce
+
+
+async def test_a_preempted_request_goes_on_with_the_only_decode(house: House) -> None:
+    async def preempt(call: Call) -> None:
+        if call.token % 2 == 0:
+            await fail(ErrorKind.OVERLOADED, "preempted")(call)
+
+    expected = text_of(await house.stream())
+    house.script.jobs.clear()
+    house.script.hooks["decode.token"] = preempt
+    assert text_of(await house.stream()) == expected
+    assert len(house.script.jobs_of(Stage.PREFILL)) > 3
+
+
+async def test_a_decode_that_is_full_is_429(house: House) -> None:
+    house.script.hooks["decode.job"] = fail(ErrorKind.OVERLOADED)
+    reply = await house.chat()
+    assert (reply.status, len(house.script.jobs_of(Stage.PREFILL))) == (429, 1)
+
+
+async def test_three_attempts_and_no_more(house: House) -> None:
+    house.script.hooks["prefill.job"] = fail(ErrorKind.NOT_STARTED)
+    reply = await house.chat()
+    assert reply.status == 503
+    assert [job.attempt for job in house.script.jobs_of(Stage.PREFILL)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        (ErrorKind.OVERLOADED, 429),
+        (ErrorKind.STAGE_UNAVAILABLE, 503),
+        (ErrorKind.TRANSFER_FAILED, 503),
+        (ErrorKind.INVALID_REQUEST, 400),
+        (ErrorKind.CONTEXT_LENGTH_EXCEEDED, 400),
+        (ErrorKind.DEADLINE_EXCEEDED, 504),
+        (ErrorKind.CONTRACT_MISMATCH, 500),
+        (ErrorKind.CHECKSUM_MISMATCH, 500),
+    ],
+)
+@pytest.mark.parametrize("stage", ["prefill.job", "decode.job"])
+async def test_a_stages_error_becomes_a_status(
+    house: House, kind: ErrorKind, status: int, stage: str
+) -> None:
+    house.script.hooks[stage] = fail(kind, "the stage's own words")
+    reply = await house.chat()
+    assert reply.status == status
+    assert reply.json()["error"]["code"] == str(kind)
+    assert reply.json()["error"]["message"] == "the stage's own words"
+
+
+async def test_an_unforeseen_fault_of_a_stage_tells_no_internals(house: House) -> None:
+    async def bug(call: Call) -> None:
+        raise ValueError("a secret prompt")
+
+    house.script.hooks["prefill.job"] = bug
+    reply = await house.chat()
+    assert reply.status == 500
+    assert b"secret" not in reply.body
+
+
+async def test_a_picture_that_only_encode_finds_bad_is_named(house: House) -> None:
+    house.script.hooks["encode.job"] = fail(ErrorKind.INVALID_IMAGE, "truncated")
+    reply = await house.chat(images=2)
+    assert reply.status == 400
+    error = reply.json()["error"]
+    assert error["code"] == "invalid_image"
+    assert error["param"] in [f"messages[0].content[{j}].image_url.url" for j in (0, 1)]
+
+
+@pytest.mark.parametrize("kind", [ErrorKind.CHECKSUM_MISMATCH, ErrorKind.INTERNAL])
+async def test_a_fault_in_mid_stream_ends_with_one_error_event(
+    house: House, kind: ErrorKind
+) -> None:
+    async def break_at_four(call: Call) -> None:
+        if call.token == 4:
+            await fail(kind)(call)
+
+    house.script.hooks["decode.token"] = break_at_four
+    events = await house.stream()
+    assert events[-1] == "[DONE]"
+    assert events[-2]["error"]["code"] == str(kind)
+    assert sum("error" in event for event in events[:-1]) == 1
+    assert not any(
+        event["choices"][0]["finish_reason"] for event in events[:-2] if event.get("choices")
+    )
+
+
+async def test_a_stopped_worker_is_noticed_by_its_silence(house: House) -> None:
+    """SIGSTOP breaks no connection: only heartbeats stop."""
+    worker = next(fake for fake in house.fakes if fake.stage is Stage.DECODE)
+
+    async def stop(call: Call) -> None:
+        worker.beating.clear()
+        await hang(call)
+
+    house.script.hooks["decode.fetch"] = stop
+    start = time.monotonic()
+    reply = await house.chat()
+    assert reply.status == 503
+    assert time.monotonic() - start < 4
+    assert (await house.chat()).status == 503
+    assert (await get(house.http, "/ready")).json()["live_workers"]["decode"] == 0
+
+
+async def test_a_restarted_worker_serves_again(house: House) -> None:
+    worker = next(fake for fake in house.fakes if fake.stage is Stage.PREFILL)
+    port = int(worker.address.rpartition(":")[2])
+    await worker.stop()
+    assert (await house.chat()).status == 503
+    await house.add(Stage.PREFILL, "prefill-again", port)
+    assert (await house.chat()).status == 200
+
+
+async def test_a_worker_back_within_a_second_saves_the_request(house: House) -> None:
+    worker = next(fake for fake in house.fakes if fake.stage is Stage.PREFILL)
+    port = int(worker.address.rpartition(":")[2])
+    restarts: list[asyncio.Task[Any]] = []
+
+    async def restart(call: Call) -> None:
+        if not restarts:
+            restarts.append(asyncio.create_task(again()))
+            await hang(call)
+
+    async def again() -> None:
+        await worker.stop()
+        await asyncio.sleep(0.2)
+        await house.add(Stage.PREFILL, "prefill-again", port)
+
+    house.script.hooks["prefill.job"] = restart
+    assert (await house.chat()).status == 200
+    await restarts[0]
+
+
+async def test_the_deadline_ends_everything(loaded: Loaded) -> None:
+    limits = {"limits": {"request_deadline_s": 0.4}}
+    tree = {**config().model_dump(), **limits}
+    house = House(loaded, Config.model_validate(tree))
+    await house.start()
+    try:
+        for stage in Stage:
+            await house.add(stage)
+        house.script.hooks["decode.fetch"] = hang
+        reply = await house.chat()
+        assert reply.status == 504
+        await house.settled()
+        assert "prefill: half-close" in house.journal
+    finally:
+        await house.close()
+
+
+async def test_a_gap_in_the_tokens_is_a_fault(house: House) -> None:
+    async def skip(call: Call) -> None:
+        if call.token == 3:
+            call.worker.script.hooks.pop("decode.token")
+            from protos.epd.v1 import decode_pb2
+
+            token = common_pb2.Token(id=300)
+            tokens = decode_pb2.Tokens(first_index=7, tokens=[token])
+            await call.context.write(decode_pb2.DecodeEvent(tokens=tokens))
+
+    house.script.hooks["decode.token"] = skip
+    reply = await house.chat()
+    assert reply.status == 500
+
+
+async def test_repeated_tokens_are_dropped(house: House) -> None:
+    expected = (await house.chat()).json()["choices"][0]["message"]["content"]
+
+    async def repeat(call: Call) -> None:
+        from protos.epd.v1 import decode_pb2
+
+        index = call.token - 1
+        tokens = [common_pb2.Token(id=house.script.output[index])]
+        message = decode_pb2.Tokens(first_index=index, tokens=tokens)
+        await call.context.write(decode_pb2.DecodeEvent(tokens=message))
+
+    house.script.hooks["decode.token"] = repeat
+    reply = (await house.chat()).json()
+    assert reply["choices"][0]["message"]["content"] == expected
+    assert reply["usage"]["completion_tokens"] == len(house.script.output)
+
+
+async def test_a_slow_client_holds_decode_back(house: House) -> None:
+    """Buffers are bounded: decode can't run far ahead of a client that doesn't read."""
+    house.script.output = [400 + i % 50 for i in range(150_000)]
+    house.script.tokens_per_message = 32
+    made = [0]
+
+    async def count(call: Call) -> None:
+        made[0] = call.token
+
+    house.script.hooks["decode.token"] = count
+    request = raw(stream=True, logprobs=True, max_tokens=900)
+    connection = await Connection.send(house.http, "POST", CHAT, request, buffer=1 << 10)
+    await connection.head()
+    halted = -1
+    while made[0] != halted:
+        halted = made[0]
+        await asyncio.sleep(1)
+    assert 0 < halted < len(house.script.output) * 0.9
+    connection.close()
