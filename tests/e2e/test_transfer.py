@@ -145,7 +145,7 @@ async def test_many_reads_at_once_do_not_mix(reader: Reader, owner: PeerProcess)
 async def test_a_small_read_does_not_wait_for_a_large_one(
     reader: Reader, owner: PeerProcess
 ) -> None:
-    large = asyncio.create_task(reader.read(owner, *reader.long_read(owner, 60)))
+    large = asyncio.create_task(reader.read(owner, *reader.long_read(owner, 20)))
     await asyncio.sleep(0.05)
     await reader.read(owner)
     assert not large.done(), "the large read was too short to show anything"
