@@ -187,6 +187,9 @@ async def _watch(config: Config, worker: Worker, server: Server) -> None:
 
 
 async def _drain(config: Config, worker: Worker, server: Server, members: MembershipClient) -> None:
+    # A second SIGTERM must not turn an orderly exit into a killed one.
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logger.info("leaving", extra={"streams": len(worker.streams), "grace_s": config.worker.grace_s})
     worker.streams.refuse_new()
     await server.set_serving(False)

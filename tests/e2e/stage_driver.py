@@ -107,7 +107,8 @@ class Stages:
         for process in self.processes.values():
             process.process.send_signal(signal.SIGTERM)
         codes = {stage: process.stop() for stage, process in self.processes.items()}
-        assert set(codes.values()) == {0}, (codes, self.processes["encode"].log())
+        logs = [p.log()[-3000:] for p in self.processes.values() if codes[p.stage]]
+        assert not any(codes.values()), (codes, *logs)
 
     def idle(self, within_s: float = 10.0, ignore: Sequence[str] = ()) -> dict[str, Any]:
         """Wait until nothing is held anywhere; what is left if something stays."""
@@ -128,7 +129,7 @@ class Stages:
             f"{stage}.{name}": value
             for stage, process in self.processes.items()
             for name, value in process.state().items()
-            if name in names and value
+            if (name in names and value) or (name == "integrity" and value != "ok")
         }
 
 

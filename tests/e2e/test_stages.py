@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from tests.e2e.stage_driver import (
     Client,
     Planner,
     Request,
-    StageFailed,
     Stages,
     continued,
     greedy,
@@ -288,7 +287,7 @@ async def test_the_first_message_must_be_the_job_and_only_once(
 # -- hand-offs that don't match -------------------------------------------------
 
 
-@pytest.mark.parametrize("field", ["nonce", "fingerprint", "dtype", "layout", "shape"])
+@pytest.mark.parametrize("field", ["nonce", "fingerprint", "dtype", "layout", "shape", "length"])
 async def test_a_handle_that_promises_other_bytes_is_refused(
     client: Client, planner: Planner, field: str
 ) -> None:
@@ -298,20 +297,15 @@ async def test_a_handle_that_promises_other_bytes_is_refused(
             contract.nonce ^= 1
         elif field == "shape":
             contract.shape[1] += 1
+        elif field == "length":
+            handle.spans[0].length -= 4
         else:
             setattr(contract, field, "other")
         return handle
 
-    def spoil_kv(ready: prefill_pb2.KvReady) -> prefill_pb2.KvReady:
-        spoil(ready.handle)
-        return ready
-
-    with pytest.raises((StageFailed, grpc.aio.AioRpcError)) as caught:
-        await client.run(planner.request(ONE, IMAGES[:1]), on_embedding=spoil)
-    assert code_of(caught.value) is grpc.StatusCode.FAILED_PRECONDITION
-    with pytest.raises((StageFailed, grpc.aio.AioRpcError)) as caught:
-        await client.run(planner.request(TEXT), on_kv=spoil_kv)
-    assert code_of(caught.value) is grpc.StatusCode.FAILED_PRECONDITION
+    for error in await refusals(client, planner, spoil):
+        assert error.kind is ErrorKind.CONTRACT_MISMATCH
+        assert field in error.message
 
 
 async def test_bytes_with_another_sum_are_refused(client: Client, planner: Planner) -> None:
@@ -319,16 +313,25 @@ async def test_bytes_with_another_sum_are_refused(client: Client, planner: Plann
         handle.spans[0].checksum ^= 1
         return handle
 
-    def spoil_kv(ready: prefill_pb2.KvReady) -> prefill_pb2.KvReady:
-        spoil(ready.handle)
-        return ready
+    for error in await refusals(client, planner, spoil):
+        assert error.kind is ErrorKind.CHECKSUM_MISMATCH
 
-    with pytest.raises((StageFailed, grpc.aio.AioRpcError)) as caught:
+
+async def refusals(
+    client: Client, planner: Planner, spoil: Callable[[common_pb2.Handle], common_pb2.Handle]
+) -> tuple[EpdError, EpdError]:
+    """What prefill says to a spoiled embedding, and decode to spoiled KV."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
         await client.run(planner.request(ONE, IMAGES[:1]), on_embedding=spoil)
-    assert code_of(caught.value) is grpc.StatusCode.DATA_LOSS
-    with pytest.raises((StageFailed, grpc.aio.AioRpcError)) as caught:
-        await client.run(planner.request(TEXT), on_kv=spoil_kv)
-    assert code_of(caught.value) is grpc.StatusCode.DATA_LOSS
+    request = planner.request(TEXT)
+    prefill = await client.start_prefill(request)
+    ready = await read_until(prefill, "kv_ready")
+    spoil(ready.handle)
+    decode = await client.start_decode(request, 0)
+    await decode.write(decode_pb2.DecodeRequest(kv_ready=ready))
+    refused = await typed(decode)
+    prefill.cancel()
+    return from_rpc_error(caught.value), refused
 
 
 async def test_an_address_outside_registered_memory_fails_the_request_only(
@@ -338,9 +341,9 @@ async def test_an_address_outside_registered_memory_fails_the_request_only(
         handle.spans[0].address = 4096
         return handle
 
-    with pytest.raises((StageFailed, grpc.aio.AioRpcError)) as caught:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
         await client.run(planner.request(ONE, IMAGES[:1]), on_embedding=spoil)
-    assert code_of(caught.value) is grpc.StatusCode.UNAVAILABLE
+    assert from_rpc_error(caught.value).kind is ErrorKind.TRANSFER_FAILED
     answer = await client.run(planner.request(TEXT))
     assert answer.ids == reference(planner, TEXT)
 
@@ -362,12 +365,6 @@ async def test_decode_never_runs_on_less_than_all_kv(client: Client, planner: Pl
         await decode.write(message)
         assert (await typed(decode)).kind is kind
     prefill.cancel()
-
-
-def code_of(error: BaseException) -> grpc.StatusCode:
-    code = error.code if isinstance(error, StageFailed) else error.code()  # type: ignore[attr-defined]
-    assert isinstance(code, grpc.StatusCode)
-    return code
 
 
 # -- early ends -----------------------------------------------------------------
