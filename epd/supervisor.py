@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import time
 import urllib.error
@@ -63,23 +64,24 @@ class Supervisor:
         return 0 if await self._stop_all() else 1
 
     async def _start_all(self) -> None:
-        """Gateway first, since workers register with it; then all workers at once."""
-        limit = self.config.serve.start_timeout_s
-        await self.gateway.start(self._environ)
-        await self.gateway.until_ready(limit)
-        self._pin_gateway_ports()
+        """All at once: most of the time goes to imports, and workers dial until they are heard."""
+        gateway = self.config.gateway
+        port = gateway.membership_port or _free_port(gateway.host)
+        self.gateway.settings["gateway.membership_port"] = str(port)
         for worker in self.workers:
-            worker.settings["worker.gateways"] = self.gateway.report["membership"]
-            await worker.start(self._environ)
-        await asyncio.gather(*(worker.until_ready(limit) for worker in self.workers))
+            worker.settings["worker.gateways"] = f"{_reachable(gateway.host)}:{port}"
+        for child in self.children:
+            await child.start(self._environ)
+        limit = self.config.serve.start_timeout_s
+        await asyncio.gather(*(child.until_ready(limit) for child in self.children))
+        self._pin_gateway_ports()
         await self._until_joined()
 
     def _pin_gateway_ports(self) -> None:
-        """A restarted gateway must come back where its workers and clients look for it."""
-        ports = {"http": "http_port", "grpc": "grpc_port", "membership": "membership_port"}
-        for key, option in ports.items():
+        """A restarted gateway must come back where its clients look for it."""
+        for key in ("http", "grpc"):
             port = self.gateway.report[key].rpartition(":")[2]
-            self.gateway.settings[f"gateway.{option}"] = port
+            self.gateway.settings[f"gateway.{key}_port"] = port
 
     async def _until_joined(self) -> None:
         """Wait until the gateway itself says that every stage has a worker."""
@@ -193,6 +195,18 @@ def _why_not_ready(address: str) -> str | None:
         return f"not ready: {error.read(2000).decode(errors='replace')}"
     except OSError as error:
         return f"{address}: {error}"
+
+
+def _free_port(host: str) -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _reachable(host: str) -> str:
+    """An address of this machine to dial for one that was listened on."""
+    return "127.0.0.1" if host == "0.0.0.0" else host
 
 
 def _print_table(rows: list[tuple[str, str, str, str]]) -> None:

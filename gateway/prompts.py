@@ -7,8 +7,10 @@ were with the pool, typed; the pool is built anew for those that come.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import multiprocessing
+import os
 import signal
 from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
@@ -41,6 +43,8 @@ def _start(path: str) -> None:
     die_with_parent()
     # Ctrl-C goes to the whole group; the gateway drains and then ends the pool.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Taking torch's modules apart takes a second and frees nothing that the kernel does not.
+    atexit.register(os._exit, 0)
     _builder = PromptBuilder.load(path)
 
 

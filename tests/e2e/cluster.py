@@ -12,6 +12,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -189,7 +190,7 @@ class Cluster:
         }
         self._environ = environ or {}
         counts = dict.fromkeys(STAGES, 1) | dict(counts or {})
-        ports = ("http_port", "grpc_port", "membership_port")
+        ports = ("http_port", "grpc_port")
         self.gateway = self._worker(GATEWAY, 0, {f"gateway.{port}": "0" for port in ports})
         self.workers = [
             self._worker(stage, index, {}) for stage in STAGES for index in range(counts[stage])
@@ -230,14 +231,17 @@ class Cluster:
         return next(m for m in self.members if m.role == role and m.index == index)
 
     def start(self) -> Cluster:
-        """Start all; returns when the gateway says that every stage has its workers."""
-        self.gateway.launch()
-        self.gateway.until_ready()
+        """Start all at once; returns when the gateway says that every stage has a worker."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.gateway.settings["gateway.membership_port"] = str(port)
         for worker in self.workers:
-            worker.settings["worker.gateways"] = self.gateway.report["membership"]
-            worker.launch()
-        with ThreadPoolExecutor(max(1, len(self.workers))) as pool:
-            list(pool.map(Worker.until_ready, self.workers))
+            worker.settings["worker.gateways"] = f"127.0.0.1:{port}"
+        for member in self.members:
+            member.launch()
+        with ThreadPoolExecutor(len(self.members)) as pool:
+            list(pool.map(Worker.until_ready, self.members))
         self.until_serving()
         return self
 
