@@ -17,6 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from epd.errors import invalid
 
+_LISTS = frozenset({"gateways", "hosts", "ports"})
+"""Keys whose value is a comma-separated list in environment and flags."""
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -118,6 +121,25 @@ class GatewayConfig(_Section):
     """Processes that count image tokens; 0: in the gateway's own process."""
 
 
+class FetchConfig(_Section):
+    """Image URLs: who may be asked for pictures, and for how much."""
+
+    mode: Literal["off", "allow-list", "public"] = "off"
+    """"allow-list": only `hosts`; "public": any host on the public internet."""
+    hosts: tuple[str, ...] = ()
+    """Names ("example.com", "*.example.com"); with ":port" where it isn't one of `ports`."""
+    ports: tuple[int, ...] = (80, 443)
+    max_bytes: int = Field(20 << 20, ge=1)
+    total_s: float = Field(10.0, gt=0)
+    """One deadline for the whole fetch: waiting, DNS, connecting, redirects, body."""
+    max_redirects: int = Field(3, ge=0)
+    concurrency: int = Field(16, ge=1)
+    """Fetches under way in one gateway; each may hold `max_bytes`."""
+    per_host: int = Field(4, ge=1)
+    allow_private: bool = False
+    """Also dial addresses that are not public. For tests, or a list of inner hosts."""
+
+
 class WorkerConfig(_Section):
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
@@ -168,6 +190,7 @@ class Config(_Section):
     transfer: TransferConfig = TransferConfig()
     limits: LimitsConfig = LimitsConfig()
     gateway: GatewayConfig = GatewayConfig()
+    fetch: FetchConfig = FetchConfig()
     worker: WorkerConfig = WorkerConfig()
     rpc: RpcConfig = RpcConfig()
     serve: ServeConfig = ServeConfig()
@@ -227,6 +250,6 @@ def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
             where = ".".join(path[:depth])
             raise invalid(f"configuration: {where}: is a section, not a value", where)
         tree = below
-    if path[-1] == "gateways" and isinstance(value, str):
-        value = [part for part in value.split(",") if part]
+    if path[-1] in _LISTS and isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
     tree[path[-1]] = value

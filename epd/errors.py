@@ -18,6 +18,7 @@ class ErrorKind(StrEnum):
 
     INVALID_REQUEST = "invalid_request"
     INVALID_IMAGE = "invalid_image"
+    INVALID_IMAGE_URL = "invalid_image_url"
     IMAGE_TOO_LARGE = "image_too_large"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     MODEL_NOT_FOUND = "model_not_found"
@@ -52,6 +53,7 @@ _Code = grpc.StatusCode
 TABLE: dict[ErrorKind, Mapping] = {
     ErrorKind.INVALID_REQUEST: Mapping(_Code.INVALID_ARGUMENT, 400, _BAD, True),
     ErrorKind.INVALID_IMAGE: Mapping(_Code.INVALID_ARGUMENT, 400, _BAD, True),
+    ErrorKind.INVALID_IMAGE_URL: Mapping(_Code.INVALID_ARGUMENT, 400, _BAD, True),
     ErrorKind.IMAGE_TOO_LARGE: Mapping(_Code.INVALID_ARGUMENT, 400, _BAD, True),
     ErrorKind.CONTEXT_LENGTH_EXCEEDED: Mapping(_Code.INVALID_ARGUMENT, 400, _BAD, True),
     ErrorKind.MODEL_NOT_FOUND: Mapping(_Code.INVALID_ARGUMENT, 400, _BAD, True),

@@ -41,6 +41,7 @@ STEP_FAILURES = _counter("epd_step_failures", "Steps that raised", "stage")
 PREEMPTIONS = _counter("epd_preemptions", "Sequences pushed out for want of blocks", "stage")
 TOKENS = _counter("epd_tokens", "Tokens computed (prefill) or generated (decode)", "stage")
 IMAGES = _counter("epd_images", "Images encoded", "stage")
+IMAGE_FETCHES = _counter("epd_image_fetches", "Image URLs asked for, by outcome", "outcome")
 
 STATE = _gauge(
     "epd_state",
