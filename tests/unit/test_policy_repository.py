@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -131,3 +132,31 @@ def test_no_swallowed_exceptions_and_no_pickle() -> None:
         for path in tracked(f"{package}/**.py"):
             found = banned.search(path.read_text())
             assert not found, f"{path}: {found and found[0]}"
+
+
+def _names(tree: ast.Module) -> set[str]:
+    """Top-level names of a module, and ``Class.member`` for what classes define."""
+    found: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found.add(node.name)
+            members = [
+                n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+            ]
+            found |= {f"{node.name}.{member.name}" for member in members}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def test_the_architecture_page_names_what_exists() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    references = re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", text)
+    assert len(references) > 50
+    for path, name in references:
+        assert (ROOT / path).is_file(), path
+        if name:
+            assert name in _names(ast.parse((ROOT / path).read_text())), f"{path}:{name}"
