@@ -48,11 +48,11 @@ def build_app(service: ChatService, vocab_size: int, fingerprint: str) -> FastAP
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        if name != service.model:
-            raise EpdError(
-                ErrorKind.MODEL_NOT_FOUND, f"the model {name!r} is not served here", param="model"
-            )
-        return _json(model_json())
+        if name == service.model:
+            return _json(model_json())
+        reason = f"the model {name!r} is not served here"
+        # A missing resource is 404, as in OpenAI's API; in a chat body it is a bad field.
+        return _json(EpdError(ErrorKind.MODEL_NOT_FOUND, reason, param="model").openai_body(), 404)
 
     def model_json() -> dict[str, Any]:
         return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from epd.config import Config
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import FinishReason, SampledToken, Stage
 from epd.rpc import convert
+from gateway.jobs import AttemptJobs
 from gateway.request import Accepted, Event, NewTokens, PlannedRequest
 from gateway.streams import Connections, StageFault, StageStream
 from gateway.timeline import Timeline
@@ -80,13 +80,10 @@ class Attempt:
     ) -> None:
         self._stages = stages
         self._request = request
-        self._number = number
         self._progress = progress
         self._timeline = progress.timeline
         self._deadline = deadline
-        self._nonce = secrets.randbits(64)
-        # Ids whose KV prefill makes; after a failover the output so far is among them.
-        self._token_ids = (*request.token_ids, *(token.id for token in progress.output))
+        self._jobs = AttemptJobs.draw(request, number, stages.fingerprint, progress.output)
         self._base = len(progress.output)
         self._tasks: asyncio.TaskGroup | None = None
         self._prefill: StageStream | None = None
@@ -96,6 +93,8 @@ class Attempt:
         """Half-closed: nobody reads its blocks any more."""
         self._encoders: dict[int, list[StageStream]] = {}
         self._fetched: set[int] = set()
+        self._leased: set[StageStream] = set()
+        """Encoders that announced an embedding; the others have nothing to lose."""
         self._decodes: list[StageStream] = []
         self._decode_task: asyncio.Task[None] | None = None
         self._decode_done = False
@@ -123,14 +122,10 @@ class Attempt:
 
     # --- prefill -----------------------------------------------------------------------
 
-    @property
-    def _decode_follows(self) -> bool:
-        return self._request.sampling.max_tokens - self._base > 1
-
     async def _run_prefill(self) -> None:
         self._timeline.begin("admission")
         stream = self._prefill = self._open(Stage.PREFILL)
-        stream.send(prefill_pb2.PrefillRequest(job=self._prefill_job()))
+        stream.send(self._jobs.prefill())
         try:
             while (event := await stream.next()) is not None:
                 await self._on_prefill(event)
@@ -186,7 +181,9 @@ class Attempt:
         self._timeline.end("prefill")
         token = convert.token_from_proto(first.token)
         reason = convert.finish_from_proto(first.finish_reason)
-        if reason is None and not self._decode_follows:
+        if reason is None and first.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED:
+            raise self._broken(self._prefill, f"finish reason {first.finish_reason} is unknown")
+        if reason is None and not self._jobs.decode_follows:
             reason = FinishReason.LENGTH
         self._prefill_done = True
         if reason is not None:
@@ -209,21 +206,6 @@ class Attempt:
         self._released = True
         self._prefill.finish()
 
-    def _prefill_job(self) -> prefill_pb2.PrefillJob:
-        request = self._request
-        return prefill_pb2.PrefillJob(
-            request_id=request.request_id,
-            attempt=self._number,
-            fingerprint=self._stages.fingerprint,
-            nonce=self._nonce,
-            token_ids=self._token_ids,
-            prompt_length=len(request.token_ids),
-            items=[convert.item_to_proto(item) for item in request.items],
-            sampling=convert.sampling_to_proto(request.sampling),
-            decode_follows=self._decode_follows,
-            salt=request.salt,
-        )
-
     # --- encode ------------------------------------------------------------------------
 
     async def _run_encode(self, index: int) -> None:
@@ -244,6 +226,7 @@ class Attempt:
                 if last or not fault.error.mapping.retryable or not others:
                     raise
                 continue
+            self._leased.add(stream)
             self._announce(ready)
             return await self._hold_encoder(stream, index)
 
@@ -252,17 +235,8 @@ class Attempt:
         return params[index] if index < len(params) else None
 
     async def _encoded(self, stream: StageStream, index: int) -> encode_pb2.ItemReady:
-        request = self._request
         self._timeline.begin(f"encode[{index}]")
-        job = encode_pb2.EncodeJob(
-            request_id=request.request_id,
-            attempt=self._number,
-            fingerprint=self._stages.fingerprint,
-            nonce=self._nonce,
-            item=convert.item_to_proto(request.items[index]),
-            image=request.images[index],
-        )
-        stream.send(encode_pb2.EncodeRequest(job=job))
+        stream.send(self._jobs.encode(index))
         while (event := await stream.next()) is not None:
             if event.WhichOneof("kind") == "ready":
                 self._timeline.end(f"encode[{index}]")
@@ -293,7 +267,7 @@ class Attempt:
         """Open a call and tell it all that prefill announced so far."""
         stream = self._open(Stage.DECODE)
         self._decodes.append(stream)
-        stream.send(decode_pb2.DecodeRequest(job=self._decode_job()))
+        stream.send(self._jobs.decode(self._position_delta))
         for ready in self._announced:
             stream.send(decode_pb2.DecodeRequest(kv_ready=ready))
         if self._start is not None:
@@ -345,21 +319,6 @@ class Attempt:
         self._decode_done = True
         self._reason = reason
 
-    def _decode_job(self) -> decode_pb2.DecodeJob:
-        request = self._request
-        return decode_pb2.DecodeJob(
-            request_id=request.request_id,
-            attempt=self._number,
-            fingerprint=self._stages.fingerprint,
-            nonce=self._nonce,
-            token_ids=self._token_ids,
-            prompt_length=len(request.token_ids),
-            items=[convert.item_to_proto(item) for item in request.items],
-            sampling=convert.sampling_to_proto(request.sampling),
-            salt=request.salt,
-            position_delta=self._position_delta,
-        )
-
     # --- teardown ----------------------------------------------------------------------
 
     async def teardown(self, reason: str) -> None:
@@ -379,7 +338,8 @@ class Attempt:
             request = prefill_pb2.PrefillRequest(cancel=cancel)
             fetched = await self._stopped(prefill, request, done=self._prefill_done)
             _close([prefill], decoded or self._released)
-            _close(self._all_encoders(), fetched)
+            for encoder in self._all_encoders():
+                _close([encoder], fetched and encoder in self._leased)
             streams.append(prefill)
         await asyncio.gather(*(stream.settle(_SETTLE_S) for stream in streams))
 

@@ -165,7 +165,7 @@ class Gateway:
         await self._pipeline.drain()
         await self._membership.stop(0)
         await self._connections.close()
-        self._preparer.close()
+        await self._preparer.close()
 
     async def _prune_forever(self) -> None:
         while True:

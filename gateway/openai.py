@@ -123,6 +123,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {
             "cached_tokens": usage.cached,
+            "text_tokens": usage.prompt - usage.image,
             "image_tokens": usage.image,
             "audio_tokens": 0,
         },

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -74,6 +75,7 @@ class Preparer:
         Raises:
             EpdError: the user's fault, naming the field.
         """
+        arrival_ms = int(time.time() * 1000)
         sources = call.conversation.images
         pictures = await self._pictures(sources)
         sizes = [picture.size for picture in pictures]
@@ -90,11 +92,12 @@ class Preparer:
             images=tuple(picture.data for picture in pictures),
             image_params=tuple(source.param for source in sources),
             sampling=sampling,
+            arrival_ms=arrival_ms,
         )
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._prompts.close()
+        await self._prompts.close()
 
     async def _pictures(self, sources: tuple[ImageSource, ...]) -> list[_Picture]:
         loop = asyncio.get_running_loop()

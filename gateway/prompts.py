@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from epd.text.messages import ChatMessage, ImageSize
 from epd.text.prompt import PromptBuilder, PromptPlan
 
 _log = logging.getLogger(__name__)
+_CLOSE_S = 2.0
 _builder: PromptBuilder | None = None
 """The process's (or thread pool's) own builder."""
 
@@ -107,8 +109,12 @@ class PromptPool:
         assert isinstance(result, PromptPlan)
         return result
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """End the processes; one that is stuck in a prompt is not waited for."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        closing = asyncio.to_thread(self._pool.shutdown, wait=True)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(closing, _CLOSE_S)
 
     async def _run(self, pool: Executor, function: object, *args: object) -> object:
         loop = asyncio.get_running_loop()

@@ -19,6 +19,8 @@ class PlannedRequest:
     image_params: tuple[str, ...] = ()
     """Where the client wrote each image, for errors that only decoding finds."""
     salt: bytes = b""
+    arrival_ms: int = 0
+    """Unix time of the request's receipt. Decode preempts the youngest."""
 
     @property
     def image_tokens(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

@@ -1,0 +1,85 @@
+"""The pool that builds prompts: a dying process fails the requests at hand, no later ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from epd.errors import EpdError, ErrorKind
+from epd.text.messages import ChatMessage, ImagePart, ImageSize, TextPart
+from epd.text.prompt import PromptBuilder
+from gateway.prompts import PromptPool
+
+MESSAGES = [ChatMessage("user", (ImagePart(0), TextPart("what is it?")))]
+SIZES = [ImageSize(64, 48, "messages[0].content[0]")]
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def path(tiny_checkpoint: Callable[[str], Path]) -> str:
+    return str(tiny_checkpoint("qwen2_vl"))
+
+
+@pytest.fixture(scope="module")
+def builder(path: str) -> PromptBuilder:
+    return PromptBuilder.load(path)
+
+
+@pytest.fixture
+async def pool(path: str, builder: PromptBuilder) -> AsyncIterator[PromptPool]:
+    pool = PromptPool(path, 1, builder)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def child() -> psutil.Process:
+    found = [
+        process
+        for process in psutil.Process().children()
+        if "spawn_main" in " ".join(process.cmdline())
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+async def test_a_process_gives_what_the_builder_gives(
+    pool: PromptPool, builder: PromptBuilder
+) -> None:
+    assert await pool.build(MESSAGES, SIZES, 4096) == builder.build(MESSAGES, SIZES)
+
+
+async def test_errors_cross_the_process_border(pool: PromptPool) -> None:
+    too_thin = [ImageSize(1, 4000, "messages[0].content[0]")]
+    with pytest.raises(EpdError) as caught:
+        await pool.build(MESSAGES, too_thin, 4096)
+    assert caught.value.kind is ErrorKind.INVALID_IMAGE
+    assert caught.value.param == "messages[0].content[0]"
+
+
+async def test_a_dead_process_fails_what_it_had_and_is_replaced(pool: PromptPool) -> None:
+    process = child()
+    process.suspend()
+    at_hand = [asyncio.create_task(pool.build(MESSAGES, SIZES, 4096)) for _ in range(3)]
+    await asyncio.sleep(0.2)
+    os.kill(process.pid, signal.SIGKILL)
+    for result in await asyncio.gather(*at_hand, return_exceptions=True):
+        assert isinstance(result, EpdError)
+        assert result.kind is ErrorKind.STAGE_UNAVAILABLE
+    assert pool.rebuilt == 1
+    assert (await pool.build(MESSAGES, SIZES, 4096)).image_tokens > 0
+
+
+async def test_without_processes_a_thread_does_it(path: str, builder: PromptBuilder) -> None:
+    pool = PromptPool(path, 0, builder)
+    await pool.start()
+    assert await pool.build(MESSAGES, SIZES, 4096) == builder.build(MESSAGES, SIZES)
+    await pool.close()

@@ -1,0 +1,211 @@
+"""Who is live, who is chosen, who is refused: registry, router, membership's rules."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.errors import EpdError, ErrorKind
+from epd.jobs import Stage
+from gateway import router
+from gateway.workers import Capacity, Card, Registry
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(eq=False)
+class Stream:
+    errors: list[EpdError] = field(default_factory=list)
+
+    def lose(self, error: EpdError) -> None:
+        self.errors.append(error)
+
+
+def card(address: str = "a:1", stage: Stage = Stage.DECODE, **fields: object) -> Card:
+    base: dict[str, object] = {
+        "address": address,
+        "epoch": 1,
+        "stages": frozenset({stage}),
+        "fingerprint": "f",
+        "dtype": "float32",
+        "kv_layout": "kv/1",
+        "kv_block_shape": (4, 2),
+    }
+    return Card(**{**base, **fields})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def registry(clock: Clock) -> Registry:
+    return Registry("f", "float32", 2.0, clock)
+
+
+@pytest.mark.parametrize(
+    ("field_", "value"),
+    [("fingerprint", "other"), ("dtype", "bfloat16"), ("stages", frozenset()), ("address", "")],
+)
+def test_a_stranger_is_refused_with_both_values(
+    registry: Registry, field_: str, value: object
+) -> None:
+    with pytest.raises(EpdError) as caught:
+        registry.join(card(**{field_: value}))
+    assert caught.value.kind is ErrorKind.CONTRACT_MISMATCH
+    if field_ in ("fingerprint", "dtype"):
+        assert repr(value) in caught.value.message
+        assert repr("f" if field_ == "fingerprint" else "float32") in caught.value.message
+    assert registry.workers == []
+
+
+@pytest.mark.parametrize("other", [{"kv_layout": "kv/2"}, {"kv_block_shape": (8, 2)}])
+def test_prefill_and_decode_must_agree_on_blocks(
+    registry: Registry, other: dict[str, object]
+) -> None:
+    registry.join(card("p:1", Stage.PREFILL))
+    with pytest.raises(EpdError, match=next(iter(other))):
+        registry.join(card("d:1", Stage.DECODE, **other))
+    registry.join(card("e:1", Stage.ENCODE, **other))
+
+
+def test_another_life_on_the_same_address_is_another_worker(registry: Registry) -> None:
+    first = registry.join(card())
+    stream = Stream()
+    first.streams.add(stream)
+    second = registry.join(card(epoch=2))
+    assert first is not second
+    assert first.gone
+    assert stream.errors[0].kind is ErrorKind.STAGE_UNAVAILABLE
+    assert registry.live(Stage.DECODE) == [second]
+
+
+def test_the_same_life_keeps_its_place(registry: Registry) -> None:
+    first = registry.join(card())
+    first.draining = True
+    assert registry.join(card()) is first
+    assert registry.live(Stage.DECODE) == [first]
+
+
+def test_silence_is_death(registry: Registry, clock: Clock) -> None:
+    silent, loud = registry.join(card("a:1")), registry.join(card("b:1"))
+    stream = Stream()
+    silent.streams.add(stream)
+    clock.now = 1.5
+    registry.heard(loud)
+    clock.now = 2.5
+    assert registry.sweep() == [silent]
+    assert "silent" in stream.errors[0].message
+    assert registry.live(Stage.DECODE) == [loud]
+
+
+@pytest.mark.parametrize("flag", ["draining", "suspect", "gone"])
+def test_only_the_living_get_work(registry: Registry, flag: str) -> None:
+    worker = registry.join(card())
+    setattr(worker, flag, True)
+    with pytest.raises(EpdError) as caught:
+        registry.choose(Stage.DECODE)
+    assert caught.value.kind is ErrorKind.STAGE_UNAVAILABLE
+    assert caught.value.retry_after_s
+
+
+def test_a_heartbeat_clears_suspicion(registry: Registry) -> None:
+    worker = registry.join(card())
+    worker.suspect = True
+    registry.heard(worker)
+    assert registry.choose(Stage.DECODE) is worker
+
+
+def test_a_stage_that_makes_no_progress_gets_nothing(registry: Registry) -> None:
+    registry.join(card()).serving = False
+    assert registry.live(Stage.DECODE) == []
+
+
+def test_avoided_workers_are_used_if_there_is_no_other(registry: Registry) -> None:
+    first, second = registry.join(card("a:1")), registry.join(card("b:1"))
+    assert {registry.choose(Stage.DECODE, [first]) for _ in range(5)} == {second}
+    assert registry.choose(Stage.DECODE, [first, second]) in (first, second)
+    assert not registry.has_other(Stage.DECODE, [first, second])
+
+
+def test_limits_are_the_smallest(registry: Registry) -> None:
+    assert registry.limits().max_context is None
+    registry.join(card("p:1", Stage.PREFILL, capacity=Capacity(max_context=100, max_rows=50)))
+    registry.join(card("d:1", Stage.DECODE, capacity=Capacity(max_context=80)))
+    registry.join(card("e:1", Stage.ENCODE, capacity=Capacity(max_rows=40)))
+    limits = registry.limits()
+    assert (limits.max_context, limits.max_rows) == (80, 40)
+
+
+async def test_waiting_for_a_worker_ends_when_it_joins(registry: Registry) -> None:
+    waiter = asyncio.create_task(registry.until_live([Stage.DECODE], 5))
+    await asyncio.sleep(0)
+    assert not waiter.done()
+    registry.join(card())
+    await asyncio.wait_for(waiter, 1)
+
+
+async def test_waiting_for_a_worker_is_bounded(registry: Registry) -> None:
+    await asyncio.wait_for(registry.until_live([Stage.DECODE], 0.01), 1)
+
+
+# --- router ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Candidate:
+    name: str
+    load: int = 0
+
+    @property
+    def identity(self) -> bytes:
+        return self.name.encode()
+
+
+def test_the_least_loaded_is_chosen() -> None:
+    candidates = [Candidate("a", 2), Candidate("b", 1), Candidate("c", 3)]
+    assert router.least_loaded(candidates, 7).name == "b"
+
+
+def test_ties_go_round() -> None:
+    candidates = [Candidate(name) for name in "abc"]
+    chosen = Counter(router.least_loaded(candidates, turn).name for turn in range(9))
+    assert set(chosen.values()) == {3}
+
+
+@given(st.binary(min_size=1, max_size=8))
+def test_a_digest_keeps_its_worker_when_another_leaves(digest: bytes) -> None:
+    candidates = [Candidate(name) for name in "abcde"]
+    home = router.for_digest(candidates, digest)
+    for leaving in candidates:
+        left = [candidate for candidate in candidates if candidate is not leaving]
+        if leaving is not home:
+            assert router.for_digest(left, digest) is home
+
+
+def test_digests_spread() -> None:
+    candidates = [Candidate(name) for name in "abcd"]
+    chosen = Counter(router.for_digest(candidates, bytes([i])).name for i in range(200))
+    assert set(chosen) == set("abcd")
+    assert min(chosen.values()) > 25
+
+
+def test_an_overloaded_home_is_passed_over() -> None:
+    idle = [Candidate(name) for name in "abcd"]
+    home = router.for_digest(idle, b"picture")
+    busy = [Candidate(c.name, 10 if c.name == home.name else 0) for c in idle]
+    assert router.for_digest(busy, b"picture").name != home.name
+    even = [Candidate(c.name, 10) for c in idle]
+    assert router.for_digest(even, b"picture").name == home.name
