@@ -42,8 +42,8 @@ class ImagePreparer:
         return await loop.run_in_executor(self._threads, self._prepare, job)
 
     def _prepare(self, job: EncodeJob) -> PreparedImage:
-        picture = images.decode(job.image, self._limits, PARAM)
         item = job.item
+        picture = images.reduce(images.decode(job.image, self._limits, PARAM), item.max_pixels)
         if picture.size != (item.width, item.height):
             raise _lying(f"{item.width}x{item.height}", f"{picture.width}x{picture.height}")
         prepared = self._processor.prepare(picture, item.images_in_request)

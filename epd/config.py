@@ -94,6 +94,8 @@ class LimitsConfig(_Section):
     max_image_bytes: int = Field(20 << 20, ge=1)
     max_image_pixels: int = Field(24_000_000, ge=1)
     """Checked in the header, before any decoding."""
+    low_detail_pixels: int = Field(512 * 512, ge=1)
+    """A picture with detail "low" is reduced to so many pixels; "high" and "auto" never."""
     max_aspect_ratio: float = Field(200.0, ge=1)
     max_body_bytes: int = Field(64 << 20, ge=1)
     max_messages: int = Field(1024, ge=1)

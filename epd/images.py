@@ -13,6 +13,7 @@ the formats of `FORMATS` ever reach it (others would start programs or read file
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from dataclasses import dataclass
 from typing import NoReturn
@@ -113,17 +114,42 @@ def decode(data: bytes, limits: LimitsConfig, param: str) -> Image.Image:
     return rgb
 
 
+def reduced_size(width: int, height: int, max_pixels: int) -> tuple[int, int]:
+    """The largest size of about the same shape with at most `max_pixels`; never larger."""
+    if width * height <= max_pixels:
+        return width, height
+    short, long = sorted((width, height))
+    # The short side up, the long side down: the shape never gets more extreme.
+    short = min(math.ceil(short * math.sqrt(max_pixels / (width * height))), max_pixels)
+    long = max_pixels // short
+    return (short, long) if width < height else (long, short)
+
+
+def reduce(picture: Image.Image, max_pixels: int) -> Image.Image:
+    """The picture at `reduced_size` (bicubic, antialiased); 0 leaves it as it is."""
+    size = reduced_size(*picture.size, max_pixels) if max_pixels else picture.size
+    if size == picture.size:
+        return picture
+    return picture.resize(size, Image.Resampling.BICUBIC)
+
+
 def item_digest(
-    data: bytes, processor_config_digest: bytes, fingerprint: str, salt: bytes, image_key: int
+    data: bytes,
+    processor_config_digest: bytes,
+    fingerprint: str,
+    salt: bytes,
+    image_key: int,
+    max_pixels: int = 0,
 ) -> bytes:
     """32 bytes that name the embedding of a picture; the only key of every cache.
 
     Covers the file's bytes (not its pixels: equal files are equal, nothing else is
     promised), how it becomes tensors, the weights, and the tenant's salt. `image_key`
-    is `Processor.image_key(images_in_request)`.
+    is `Processor.image_key(images_in_request)`, `max_pixels` what `reduce` is called with.
     """
     digest = blake3()
-    parts = (_RULE, processor_config_digest, fingerprint.encode(), salt, bytes([image_key]))
+    made = bytes([image_key]) + max_pixels.to_bytes(8, "little")
+    parts = (_RULE, processor_config_digest, fingerprint.encode(), salt, made)
     for part in (*parts, data):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)

@@ -64,6 +64,8 @@ class ImageItem:
     width: int
     height: int
     images_in_request: int
+    max_pixels: int = 0
+    """Reduce the picture to so many pixels first (`epd.images.reduce`); 0: leave it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,10 @@ class ImageSource:
 
     value: str | bytes
     param: str
+    bare_base64: bool = False
+    """Whether text without a scheme is base64; where a URL belongs it is a mistake."""
+    low_detail: bool = False
+    """The client is content with a reduced picture (`limits.low_detail_pixels`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ def _part(value: Any, path: str, images: list[ImageSource]) -> TextPart | ImageP
     if kind == "image_url":
         source = _image_url(fields, path)
     elif kind == "image":
-        source = ImageSource(fields.required_string("image"), f"{path}.image")
+        source = ImageSource(fields.required_string("image"), f"{path}.image", bare_base64=True)
     else:
         known = "is not supported" if kind in _UNSERVED_PARTS else "is unknown"
         raise invalid(f"{path}.type: {kind!r} {known}", f"{path}.type")
@@ -131,11 +135,10 @@ def _image_url(fields: Fields, path: str) -> ImageSource:
         return ImageSource(value, f"{path}.image_url")
     inner = Fields(value, f"{path}.image_url")
     url = inner.required_string("url")
-    # Pictures are always taken at full size.
-    if (detail := inner.string("detail")) not in (None, "auto", "high"):
-        raise inner.wrong("detail", f"{detail!r} is not supported; auto or high")
+    if (detail := inner.string("detail")) not in (None, "auto", "low", "high"):
+        raise inner.wrong("detail", f"{detail!r} is not supported; auto, low or high")
     inner.done()
-    return ImageSource(url, f"{path}.image_url.url")
+    return ImageSource(url, f"{path}.image_url.url", low_detail=detail == "low")
 
 
 def _check_text(text: str, where: str) -> None:

@@ -1,4 +1,4 @@
-"""From what a client sent as an image to the file's bytes. Nothing is fetched."""
+"""From what a client sent as an image to the file's bytes. Fetching is `gateway.fetch`'s."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ _SCHEME = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):")
 _BASE64_FLAG = re.compile(r";\s*base64\s*\Z", re.IGNORECASE)
 _SPACE = b" \t\r\n\f\v"
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
+_PREFIX = re.compile(r"\s*data:", re.IGNORECASE)
+_FLAG_IN_BODY = re.compile(r"[^,]{0,256};\s*base64\s*,", re.IGNORECASE)
 
 
 def file_bytes(source: ImageSource, limits: LimitsConfig) -> bytes:
-    """Decode a data: URL (RFC 2397, base64 or percent-encoded) or bare base64.
+    """Decode a data: URL (RFC 2397, base64 or percent-encoded), or base64 where it may be.
+
+    The media type is not looked at: what a file is, its bytes tell.
 
     Raises:
-        EpdError: INVALID_REQUEST for another kind of URL, INVALID_IMAGE for what can't
+        EpdError: INVALID_IMAGE_URL for another kind of URL, INVALID_IMAGE for what can't
             be decoded, IMAGE_TOO_LARGE by size; `param` is the source's.
     """
     value = source.value
@@ -31,7 +35,7 @@ def file_bytes(source: ImageSource, limits: LimitsConfig) -> bytes:
         # left for the media type. Checked before anything is copied.
         if len(value) > 3 * limits.max_image_bytes + 1024:
             raise _too_large(source, limits)
-        data = _decode(value, source.param)
+        data = _decode(value, source)
     if len(data) > limits.max_image_bytes:
         raise _too_large(source, limits)
     if not data:
@@ -39,28 +43,25 @@ def file_bytes(source: ImageSource, limits: LimitsConfig) -> bytes:
     return data
 
 
-def _decode(value: str, param: str) -> bytes:
+def _decode(value: str, source: ImageSource) -> bytes:
+    param = source.param
     scheme = _SCHEME.match(value)
     if scheme is None:
-        return _base64(value, param, "neither a data: URL nor base64")
+        if source.bare_base64:
+            return _base64(value, param, "neither a data: URL nor base64")
+        raise _bad_url("expected a data: URL or an http(s) URL", param)
     name = scheme[1].lower()
-    if name in ("http", "https"):
-        raise EpdError(
-            ErrorKind.INVALID_REQUEST,
-            "fetching images from URLs is off; send a data: URL or base64",
-            param=param,
-        )
     if name != "data":
-        raise EpdError(
-            ErrorKind.INVALID_REQUEST,
-            f"{name}: URLs are not supported; send a data: URL",
-            param=param,
-        )
+        raise _bad_url(f"the scheme {name}: is not allowed; send a data: URL", param)
     head, comma, body = value[scheme.end() :].partition(",")
     if not comma:
         raise _bad("a data: URL without a comma", param)
+    if _PREFIX.match(body):
+        raise _bad("the data: URL's payload is itself a data: URL", param)
     if _BASE64_FLAG.search(head):
         return _base64(body, param, "the data: URL's base64 is damaged")
+    if _FLAG_IN_BODY.match(body):
+        raise _bad("the data: URL has a comma before ;base64, which starts its payload", param)
     return unquote_to_bytes(body)
 
 
@@ -78,6 +79,10 @@ def _brief(error: Exception) -> str:
     if isinstance(error, UnicodeEncodeError):
         return "it holds characters outside ASCII"
     return str(error)
+
+
+def _bad_url(message: str, param: str) -> EpdError:
+    return EpdError(ErrorKind.INVALID_IMAGE_URL, message, param=param)
 
 
 def _bad(message: str, param: str) -> EpdError:

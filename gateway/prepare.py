@@ -5,46 +5,20 @@ Everything slow runs off the event loop: images in threads, prompts in `PromptPo
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
-from epd.images import item_digest, read_header
 from epd.jobs import ImageItem, SamplingParams
-from epd.models.spec import ModelSpec
-from epd.text.messages import ImageSize
 from epd.text.prompt import PromptPlan
-from gateway.content import ImageSource
-from gateway.pictures import file_bytes
+from gateway.images import Picture, PictureReader, Served
 from gateway.prompts import PromptPool
 from gateway.request import PlannedRequest
 from gateway.schema import ChatCall, Generation
 from gateway.workers import Limits
-
-_IMAGE_THREADS = 2
-_JOB_OVERHEAD = 4096
-"""Bytes of an EncodeJob beside the image."""
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """The model, as far as planning needs it."""
-
-    spec: ModelSpec
-    processor_digest: bytes
-    image_key: Callable[[int], int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Picture:
-    data: bytes
-    size: ImageSize
-    digest: bytes
 
 
 class Preparer:
@@ -57,7 +31,7 @@ class Preparer:
         self._config = config
         self._prompts = prompts
         self._limits = limits
-        self._threads = ThreadPoolExecutor(_IMAGE_THREADS, "image")
+        self._reader = PictureReader(served, config)
 
     @property
     def max_context(self) -> int:
@@ -77,7 +51,7 @@ class Preparer:
         """
         arrival_ms = int(time.time() * 1000)
         sources = call.conversation.images
-        pictures = await self._pictures(sources)
+        pictures = await self._reader.read(sources)
         sizes = [picture.size for picture in pictures]
         context = self.max_context
         prompt = await self._prompts.build(call.conversation.messages, sizes, context)
@@ -96,35 +70,8 @@ class Preparer:
         )
 
     async def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._reader.close()
         await self._prompts.close()
-
-    async def _pictures(self, sources: tuple[ImageSource, ...]) -> list[_Picture]:
-        loop = asyncio.get_running_loop()
-        work = [
-            loop.run_in_executor(self._threads, self._read, source, len(sources))
-            for source in sources
-        ]
-        return list(await asyncio.gather(*work))
-
-    def _read(self, source: ImageSource, images: int) -> _Picture:
-        limits, served = self._config.limits, self._served
-        data = file_bytes(source, limits)
-        if len(data) + _JOB_OVERHEAD > self._config.rpc.encode_bytes:
-            raise EpdError(
-                ErrorKind.IMAGE_TOO_LARGE,
-                f"the image has more than {self._config.rpc.encode_bytes - _JOB_OVERHEAD} bytes",
-                param=source.param,
-            )
-        header = read_header(data, limits, source.param)
-        digest = item_digest(
-            data,
-            served.processor_digest,
-            served.spec.fingerprint,
-            b"",
-            served.image_key(images),
-        )
-        return _Picture(data, ImageSize(header.width, header.height, source.param), digest)
 
     def _sampling(self, asked: Generation, prompt: PromptPlan, context: int) -> SamplingParams:
         """Fill in what the client left open, within what fits."""
@@ -148,7 +95,7 @@ class Preparer:
         )
 
 
-def _item(index: int, picture: _Picture, prompt: PromptPlan, images: int) -> ImageItem:
+def _item(index: int, picture: Picture, prompt: PromptPlan, images: int) -> ImageItem:
     rows = prompt.items[index]
     return ImageItem(
         index=index,
@@ -158,6 +105,7 @@ def _item(index: int, picture: _Picture, prompt: PromptPlan, images: int) -> Ima
         width=picture.size.width,
         height=picture.size.height,
         images_in_request=images,
+        max_pixels=picture.max_pixels,
     )
 
 

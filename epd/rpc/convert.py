@@ -77,6 +77,7 @@ def item_to_proto(item: ImageItem) -> pb.ImageItem:
         width=item.width,
         height=item.height,
         images_in_request=item.images_in_request,
+        max_pixels=item.max_pixels,
     )
 
 
@@ -99,6 +100,7 @@ def item_from_proto(message: pb.ImageItem, param: str) -> ImageItem:
         width=message.width,
         height=message.height,
         images_in_request=message.images_in_request,
+        max_pixels=message.max_pixels,
     )
 
 

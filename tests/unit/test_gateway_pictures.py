@@ -19,7 +19,7 @@ WRAPPED = "\r\n".join(PLAIN[i : i + 60] for i in range(0, len(PLAIN), 60))
 
 
 def read(value: str | bytes) -> bytes:
-    return file_bytes(ImageSource(value, "there"), LIMITS)
+    return file_bytes(ImageSource(value, "there", bare_base64=True), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_bytes_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("value", "kind", "words"),
     [
-        ("https://example.com/a.png", ErrorKind.INVALID_REQUEST, "fetching"),
-        ("HTTP://example.com/a.png", ErrorKind.INVALID_REQUEST, "fetching"),
-        ("file:///etc/passwd", ErrorKind.INVALID_REQUEST, "file: URLs"),
-        ("ftp://a/b", ErrorKind.INVALID_REQUEST, "ftp: URLs"),
+        ("file:///etc/passwd", ErrorKind.INVALID_IMAGE_URL, "file: is not allowed"),
+        ("ftp://a/b", ErrorKind.INVALID_IMAGE_URL, "ftp: is not allowed"),
+        (f"data:image/png;base64,data:image/png;base64,{PLAIN}", ErrorKind.INVALID_IMAGE, "itself"),
+        (f"data:image/png;name=a,b;base64,{PLAIN}", ErrorKind.INVALID_IMAGE, "comma before"),
         ("data:image/png;base64", ErrorKind.INVALID_IMAGE, "comma"),
         ("data:image/png;base64,", ErrorKind.INVALID_IMAGE, "empty"),
         ("data:image/png,", ErrorKind.INVALID_IMAGE, "empty"),
@@ -78,3 +78,11 @@ def test_the_rest_is_refused(value: str | bytes, kind: ErrorKind, words: str) ->
     assert caught.value.kind is kind
     assert words in caught.value.message
     assert caught.value.param == "there"
+
+
+@pytest.mark.parametrize("value", [PLAIN, "/etc/hostname", "", "a picture, of a cat!"])
+def test_where_a_url_belongs_it_must_be_one(value: str) -> None:
+    with pytest.raises(EpdError) as caught:
+        file_bytes(ImageSource(value, "there"), LIMITS)
+    assert caught.value.kind is ErrorKind.INVALID_IMAGE_URL
+    assert caught.value.message == "expected a data: URL or an http(s) URL"

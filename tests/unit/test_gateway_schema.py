@@ -278,7 +278,7 @@ def test_strings_are_strings() -> None:
         ([user([{"type": "image_url"}])], "messages[0].content[0].image_url"),
         ([user([{"type": "image_url", "image_url": {}}])], "messages[0].content[0].image_url.url"),
         (
-            [user([{"type": "image_url", "image_url": {"url": "x", "detail": "low"}}])],
+            [user([{"type": "image_url", "image_url": {"url": "x", "detail": "original"}}])],
             "messages[0].content[0].image_url.detail",
         ),
         ([user([{"type": "video_url", "video_url": "x"}])], "messages[0].content[0].type"),

@@ -205,6 +205,7 @@ class ImageItem(_message.Message):
     WIDTH_FIELD_NUMBER: _builtins.int
     HEIGHT_FIELD_NUMBER: _builtins.int
     IMAGES_IN_REQUEST_FIELD_NUMBER: _builtins.int
+    MAX_PIXELS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Place among the request's images, from 0. Rows fill the placeholders in this
     order, whatever order the encodes finish in.
@@ -216,10 +217,16 @@ class ImageItem(_message.Message):
     rows: _builtins.int
     """Number of placeholder tokens, which is the number of embedding rows."""
     width: _builtins.int
-    """Upright size in pixels. Encode refuses a picture that decodes to another size."""
+    """Upright size in pixels, after any reduction. Encode refuses a picture that
+    decodes to another size.
+    """
     height: _builtins.int
     images_in_request: _builtins.int
     """Images in the whole request: LLaVA-OneVision tiles a lone image only."""
+    max_pixels: _builtins.int
+    """Reduce the picture to at most so many pixels before anything else (the client's
+    detail: low); 0 leaves it as it is. Part of the digest.
+    """
     @_builtins.property
     def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Patch grid (t, h, w) where the family has one; position rows need it."""
@@ -234,10 +241,11 @@ class ImageItem(_message.Message):
         width: _builtins.int = ...,
         height: _builtins.int = ...,
         images_in_request: _builtins.int = ...,
+        max_pixels: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "grid", b"grid", "height", b"height", "images_in_request", b"images_in_request", "index", b"index", "rows", b"rows", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "grid", b"grid", "height", b"height", "images_in_request", b"images_in_request", "index", b"index", "max_pixels", b"max_pixels", "rows", b"rows", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

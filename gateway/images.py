@@ -1,0 +1,110 @@
+"""A request's pictures: read or fetched, checked by their headers, named by a digest.
+
+Fetching is on the event loop, the rest in threads. Pictures of one request are worked on
+side by side; the first fault ends the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from epd.config import Config
+from epd.errors import EpdError, ErrorKind
+from epd.images import item_digest, read_header, reduced_size
+from epd.models.spec import ModelSpec
+from epd.text.messages import ImageSize
+from gateway.content import ImageSource
+from gateway.fetch import Fetcher, is_web_url
+from gateway.pictures import file_bytes
+
+_THREADS = 2
+_JOB_OVERHEAD = 4096
+"""Bytes of an EncodeJob beside the image."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The model, as far as planning needs it."""
+
+    spec: ModelSpec
+    processor_digest: bytes
+    image_key: Callable[[int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture file whose header was read."""
+
+    data: bytes
+    size: ImageSize
+    """As the model will get it: upright, and reduced to `max_pixels`."""
+    max_pixels: int
+    """0, or the size that `detail` asks the picture to be reduced to."""
+    digest: bytes
+
+
+class PictureReader:
+    """Turns what clients send as images into files; knows no prompt."""
+
+    def __init__(self, served: Served, config: Config) -> None:
+        self._served = served
+        self._config = config
+        self._fetcher = Fetcher(config.fetch)
+        self._threads = ThreadPoolExecutor(_THREADS, "image")
+
+    def close(self) -> None:
+        self._fetcher.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, sources: Sequence[ImageSource]) -> list[Picture]:
+        """All pictures, in order.
+
+        Raises:
+            EpdError: one of them can't be had or used; `param` names it.
+        """
+        fetches: dict[str, asyncio.Task[bytes]] = {}
+        tasks = [asyncio.create_task(self._one(s, len(sources), fetches)) for s in sources]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in (*tasks, *fetches.values()):
+                task.cancel()
+
+    async def _one(
+        self, source: ImageSource, images: int, fetches: dict[str, asyncio.Task[bytes]]
+    ) -> Picture:
+        """`fetches` makes a URL that a request names twice one fetch, and one picture."""
+        url = source.value
+        if isinstance(url, str) and is_web_url(url):
+            if url not in fetches:
+                fetches[url] = asyncio.create_task(self._fetcher.fetch(url, source.param))
+            source = replace(source, value=await fetches[url])
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._inspect, source, images)
+
+    def _inspect(self, source: ImageSource, images: int) -> Picture:
+        limits, served = self._config.limits, self._served
+        data = file_bytes(source, limits)
+        most = self._config.rpc.encode_bytes - _JOB_OVERHEAD
+        if len(data) > most:
+            raise EpdError(
+                ErrorKind.IMAGE_TOO_LARGE,
+                f"the image has more than {most} bytes",
+                param=source.param,
+            )
+        header = read_header(data, limits, source.param)
+        whole = (header.width, header.height)
+        size = reduced_size(*whole, limits.low_detail_pixels) if source.low_detail else whole
+        max_pixels = limits.low_detail_pixels if size != whole else 0
+        digest = item_digest(
+            data,
+            served.processor_digest,
+            served.spec.fingerprint,
+            b"",
+            served.image_key(images),
+            max_pixels,
+        )
+        return Picture(data, ImageSize(*size, source.param), max_pixels, digest)
