@@ -72,10 +72,15 @@ class Supervisor:
             worker.settings["worker.gateways"] = f"{_reachable(gateway.host)}:{port}"
         for child in self.children:
             await child.start(self._environ)
-        limit = self.config.serve.start_timeout_s
-        await asyncio.gather(*(child.until_ready(limit) for child in self.children))
+        _say(f"starting {', '.join(child.name for child in self.children)}")
+        await asyncio.gather(*map(self._until_ready, self.children))
         self._pin_gateway_ports()
         await self._until_joined()
+
+    async def _until_ready(self, child: Child) -> None:
+        started = time.monotonic()
+        await child.until_ready(self.config.serve.start_timeout_s)
+        _say(f"{child.name} ready after {time.monotonic() - started:.1f} s, {_where(child)}")
 
     def _pin_gateway_ports(self) -> None:
         """A restarted gateway must come back where its clients look for it."""
@@ -136,7 +141,7 @@ class Supervisor:
         await child.start(self._environ)
         try:
             await child.until_ready(self.config.serve.start_timeout_s)
-            _say(f"{child.name} is back, pid {child.report['pid']} {child.addresses}")
+            _say(f"{child.name} is back, {_where(child)}")
         except StartFailure:
             child.kill_group()
 
@@ -161,12 +166,8 @@ class Supervisor:
         return not late
 
     def _show_states(self, seconds: float) -> None:
-        rows = [(c.name, "ready", str(c.report.get("pid", "")), c.addresses) for c in self.children]
         if sys.stdout.isatty():
-            _print_table(rows)
-        else:
-            for row in rows:
-                _say(" ".join(row))
+            _print_table(self.children)
         name = self.config.model.name or os.path.basename(self.config.model.path.rstrip("/"))
         url = f"http://{self.gateway.report['http']}/v1"
         _say(f"serving {name} at {url} after {seconds:.1f} s; Ctrl-C stops")
@@ -209,13 +210,17 @@ def _reachable(host: str) -> str:
     return "127.0.0.1" if host == "0.0.0.0" else host
 
 
-def _print_table(rows: list[tuple[str, str, str, str]]) -> None:
+def _where(child: Child) -> str:
+    return f"pid {child.report['pid']}, {child.addresses}"
+
+
+def _print_table(children: list[Child]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table("process", "state", "pid", "addresses")
-    for row in rows:
-        table.add_row(*row)
+    for child in children:
+        table.add_row(child.name, "ready", str(child.report["pid"]), child.addresses)
     Console().print(table)
 
 

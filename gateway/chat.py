@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import FinishReason
-from epd.obs import metrics
+from epd.obs import logs, metrics
 from epd.text.output import OutputText, Piece
 from epd.text.vocabulary import Vocabulary
 from gateway.pipeline import Pipeline, Run
@@ -209,11 +209,12 @@ class Answer:
         for phase in self.timeline.phases:
             name = phase.name.partition("[")[0]
             metrics.PHASE_SECONDS.labels(STAGE, name).observe(phase.duration_ms / 1e3)
-        _log.info(
-            "answer ended",
-            extra={
-                "outcome": str(self.reason or reason),
-                "prompt_tokens": len(self._request.token_ids),
-                "completion_tokens": self._text.sampled,
-            },
-        )
+        with logs.bind(self.request_id):  # the server's task of a stream knows no request
+            _log.info(
+                "answer ended",
+                extra={
+                    "outcome": str(self.reason or reason),
+                    "prompt_tokens": len(self._request.token_ids),
+                    "completion_tokens": self._text.sampled,
+                },
+            )

@@ -62,7 +62,7 @@ def _add_request(record: logging.LogRecord) -> bool:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
-    hidden = _STANDARD | {"request"}
+    hidden = _STANDARD | {"request", "color_message"}  # the latter is uvicorn's, for terminals
     return {key: value for key, value in vars(record).items() if key not in hidden}
 
 
