@@ -23,12 +23,13 @@ from epd.obs import logs
 from epd.rpc.server import Server
 from epd.text.prompt import PromptBuilder
 from gateway.app import build_app
-from gateway.attempt import Stages
 from gateway.chat import STAGE, ChatService
 from gateway.grpc_api import SERVICE, GatewayService
+from gateway.images import Served
 from gateway.membership import MembershipService, sweep_forever
 from gateway.pipeline import Pipeline
-from gateway.prepare import Preparer, Served
+from gateway.prepare import Preparer
+from gateway.progress import Stages
 from gateway.prompts import PromptPool
 from gateway.streams import Connections
 from gateway.workers import Registry

@@ -34,7 +34,8 @@ from typing import Any
 
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import FinishReason, Stage
-from gateway.attempt import Attempt, Progress, Stages
+from gateway.attempt import Attempt
+from gateway.progress import Progress, Stages
 from gateway.request import Ended, Event, PlannedRequest, finished_by
 from gateway.streams import StageFault
 from gateway.timeline import Timeline

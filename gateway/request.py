@@ -22,6 +22,9 @@ class PlannedRequest:
     arrival_ms: int = 0
     """Unix time of the request's receipt. Decode preempts the youngest."""
 
+    def image_param(self, index: int) -> str | None:
+        return self.image_params[index] if index < len(self.image_params) else None
+
     @property
     def image_tokens(self) -> int:
         return sum(item.rows for item in self.items)

@@ -60,7 +60,7 @@ class StageStream:
         self._room = asyncio.Event()
         self._ended = asyncio.Event()
         self._error: EpdError | None = None
-        self._half_closed = False
+        self.half_closed = False
         self._status: grpc.aio.AioRpcError | None = None
         call.add_done_callback(self._on_status)
         worker.streams.add(self)
@@ -69,13 +69,13 @@ class StageStream:
 
     def send(self, message: Any) -> None:
         """Queue a message; dropped if the call has ended (`next` tells why)."""
-        if not self._half_closed:
+        if not self.half_closed:
             self._outbox.put_nowait(message)
 
     def finish(self) -> None:
         """Half-close: the lease, or the job, is over cleanly. May be called twice."""
-        if not self._half_closed:
-            self._half_closed = True
+        if not self.half_closed:
+            self.half_closed = True
             self._outbox.put_nowait(None)
 
     def abort(self) -> None:

@@ -1,0 +1,76 @@
+"""What the attempts of one request share, and what all requests share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from epd.config import Config
+from epd.errors import EpdError, ErrorKind
+from epd.jobs import SampledToken, Stage
+from gateway.request import Accepted, Event, NewTokens
+from gateway.streams import Connections, StageFault, StageStream
+from gateway.timeline import Timeline
+from gateway.workers import Registry, Worker
+
+_DEADLINE_SLACK_S = 1.0
+"""The gateway's own clock ends a request; gRPC's deadline comes this much later, so
+that an orderly teardown fits before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """What attempts share: who serves, how to reach them, under which limits."""
+
+    registry: Registry
+    connections: Connections
+    config: Config
+    fingerprint: str
+
+    @property
+    def cancel_bound_s(self) -> float:
+        return self.config.gateway.cancel_bound_s
+
+    def open(self, stage: Stage, worker: Worker, deadline: float, request_id: str) -> StageStream:
+        """Start a call under the request's deadline (on the loop's clock)."""
+        left = deadline - asyncio.get_running_loop().time()
+        return self.connections.open(stage, worker, left + _DEADLINE_SLACK_S, request_id)
+
+
+class Progress:
+    """What survives an attempt: the output so far, and whom to avoid."""
+
+    def __init__(self, deliver: Callable[[Event], Awaitable[None]], timeline: Timeline) -> None:
+        self.output: list[SampledToken] = []
+        self.accepted = False
+        self.avoid: dict[Stage, list[Worker]] = {stage: [] for stage in Stage}
+        self.timeline = timeline
+        self._deliver = deliver
+
+    async def accept(self, cached_tokens: int) -> None:
+        if not self.accepted:
+            self.accepted = True
+            await self._deliver(Accepted(cached_tokens))
+
+    async def extend(self, first_index: int, tokens: list[SampledToken]) -> None:
+        """Add tokens to the output: a repeated one is dropped, a gap is a fault."""
+        known = len(self.output) - first_index
+        if known < 0:
+            raise EpdError(ErrorKind.INTERNAL, f"tokens are missing before index {first_index}")
+        fresh = tokens[known:]
+        if fresh:
+            self.output.extend(fresh)
+            await self._deliver(NewTokens(tuple(fresh)))
+
+    def blame(self, fault: StageFault) -> None:
+        """Rather avoid this worker from now on."""
+        self.avoid[fault.stage].append(fault.worker)
+        if fault.lost and fault.error.kind is ErrorKind.STAGE_UNAVAILABLE:
+            fault.worker.suspect = True
+
+
+def broken(stream: StageStream, what: str) -> StageFault:
+    """A peer that doesn't keep to the protocol; trying again would not help."""
+    error = EpdError(ErrorKind.INTERNAL, f"{stream.stage} {what}")
+    return StageFault(error, stream.stage, stream.worker, lost=False)
