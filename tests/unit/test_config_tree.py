@@ -67,6 +67,7 @@ def test_a_child_gets_the_whole_configuration_whatever_its_source(tmp_path: Path
     flags = {
         "model.exact": True,
         "worker.gateways": "a:1,b:2",
+        "fetch.hosts": "a.example,*.b.example:81",
         "model.path": "/m",
         "model.name": "",
     }

@@ -160,3 +160,47 @@ def test_the_architecture_page_names_what_exists() -> None:
         assert (ROOT / path).is_file(), path
         if name:
             assert name in _names(ast.parse((ROOT / path).read_text())), f"{path}:{name}"
+
+
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "google": "protobuf",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "grpc_status": "grpcio-status",
+    "prometheus_client": "prometheus-client",
+    "starlette": "fastapi",
+    "tokenizers": "transformers",
+    "yarl": "aiohttp",
+    "mooncake": "(an extra)",
+}
+"""Import name -> distribution that brings it, where they differ."""
+
+
+def _imported(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+    return {name.partition(".")[0] for name in found}
+
+
+def test_what_the_packages_import_is_declared() -> None:
+    requirements = map(Requirement, PROJECT["project"]["dependencies"])
+    declared = {requirement.name for requirement in requirements} | {"(an extra)"}
+    ours = {"epd", "protos", *STAGES, *sys.stdlib_module_names}
+    for package in ("epd", *STAGES):
+        for path in (ROOT / package).rglob("*.py"):
+            for name in _imported(path) - ours:
+                distribution = DISTRIBUTIONS.get(name, name)
+                assert distribution in declared, f"{path}: {name} is in no dependency"
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for path in tracked("*.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
+            if "://" not in target:
+                assert (path.parent / target).exists(), f"{path.name} -> {target}"
