@@ -1,0 +1,113 @@
+"""One stage process from the outside: exit codes, one-line reasons, Ctrl-C as SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd import host
+from epd.config import Config
+from epd.errors import invalid
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve_stage` sets handlers and variables of its own process, which is ours here."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+
+def stage(monkeypatch: pytest.MonkeyPatch, outcome: BaseException | None) -> None:
+    async def serve(config: Config) -> None:
+        if outcome is not None:
+            raise outcome
+
+    def find(role: str) -> Any:
+        return serve
+
+    monkeypatch.setattr(host, "_serve_of", find)
+
+
+def test_a_clean_end_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage(monkeypatch, None)
+    assert host.serve_stage("encode", Config()) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (invalid("the weights\nare missing", "model.path"), "epd encode: the weights are missing"),
+        (OSError(98, "in use"), "epd encode: OSError: [Errno 98] in use"),
+        (
+            ImportError("No module named 'torch'"),
+            "epd encode: ImportError: No module named 'torch'",
+        ),
+    ],
+)
+def test_a_reason_for_not_starting_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    line: str,
+) -> None:
+    stage(monkeypatch, error)
+    assert host.serve_stage("encode", Config()) == 1
+    assert capsys.readouterr().err == line + "\n"
+
+
+def test_a_bug_of_ours_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage(monkeypatch, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        host.serve_stage("encode", Config())
+
+
+def test_threads_are_set_before_anything_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage(monkeypatch, None)
+    host.serve_stage("decode", Config.model_validate({"model": {"threads": 3}}))
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+STAND_IN = """
+import asyncio, atexit, signal, sys
+from epd import host
+from epd.config import Config
+
+class Late:
+    def __del__(self):
+        print("taken apart", flush=True)
+
+kept = Late()
+
+async def serve(config):
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    atexit.register(print, "exit functions run", flush=True)  # as imported modules do
+    print("up", flush=True)
+    await stop.wait()
+    print("drained", flush=True)
+
+host._serve_of = lambda role: serve
+sys.exit(host.run_stage("encode", Config()))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_drains_and_the_process_ends_at_once(number: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STAND_IN], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(number)
+    rest, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert rest.splitlines() == ["drained", "exit functions run"]
