@@ -18,7 +18,7 @@ from epd.rpc.convert import (
     token_to_proto,
 )
 from epd.rpc.jobs import ModelFacts, decode_job_from_proto
-from epd.runtime.streams import next_message, read_into
+from epd.runtime.streams import first_job, read_into
 from protos.epd.v1 import common_pb2, decode_pb2_grpc
 from protos.epd.v1 import decode_pb2 as pb
 
@@ -33,11 +33,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Run(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.DecodeRequest], context: Context
     ) -> None:
-        first = await next_message(context)
-        if first is None or not first.HasField("job"):
-            raise invalid("the first message must hold a job", "job")
-        job = decode_job_from_proto(first.job, self._facts)
-        with self._worker.streams.open(job.request_id) as fail:
+        message: pb.DecodeJob = await first_job(context)
+        with self._worker.streams.open() as fail:
+            job = decode_job_from_proto(message, self._facts)
             ticket = self._worker.submit(job)
             fail.append(ticket.events.close)
             try:

@@ -14,7 +14,7 @@ from encode.worker import EncodeWorker, Ticket
 from epd.errors import EpdError, ErrorKind, invalid
 from epd.rpc.convert import handle_to_proto, timing_to_proto
 from epd.rpc.jobs import ModelFacts, encode_job_from_proto
-from epd.runtime.streams import next_message
+from epd.runtime.streams import first_job, next_message
 from protos.epd.v1 import encode_pb2 as pb
 from protos.epd.v1 import encode_pb2_grpc
 
@@ -29,12 +29,10 @@ class EncodeService(encode_pb2_grpc.EncodeServicer):
     async def Run(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.EncodeRequest], context: Context
     ) -> None:
-        first = await next_message(context)
-        if first is None or not first.HasField("job"):
-            raise invalid("the first message must hold a job", "job")
-        job = encode_job_from_proto(first.job, self._facts)
+        message: pb.EncodeJob = await first_job(context)
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        with self._worker.streams.open(job.request_id) as fail:
+        with self._worker.streams.open() as fail:
+            job = encode_job_from_proto(message, self._facts)
             fail.append(_failing(failed))
             ticket = self._worker.submit(job)
             clean = False

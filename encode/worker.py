@@ -95,8 +95,9 @@ class EncodeWorker:
 
         Raises:
             EpdError: IMAGE_TOO_LARGE, its rows don't fit the whole arena;
-                OVERLOADED, the queue is full.
+                OVERLOADED, the queue is full, or lost readers hold the arena.
         """
+        self.memory.check_quarantine()
         nbytes = embedding_bytes(self.spec, job.item.rows)
         if nbytes > self._arena.nbytes:
             raise EpdError(
@@ -113,11 +114,7 @@ class EncodeWorker:
         return ticket
 
     def announce(self, ticket: Ticket) -> Handle:
-        """Lease the finished rows to whoever is told the handle.
-
-        Raises:
-            EpdError: OVERLOADED, too much memory waits for lost readers.
-        """
+        """Lease the finished rows to whoever is told the handle."""
         extent = ticket.extent
         assert extent is not None
         ticket.lease = self.memory.leases.announce(

@@ -17,7 +17,7 @@ from epd.rpc.convert import (
     token_to_proto,
 )
 from epd.rpc.jobs import ModelFacts, prefill_job_from_proto
-from epd.runtime.streams import next_message, read_into
+from epd.runtime.streams import first_job, read_into
 from prefill.ticket import (
     Admitted,
     EmbeddingFetched,
@@ -42,11 +42,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def Run(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.PrefillRequest], context: Context
     ) -> None:
-        first = await next_message(context)
-        if first is None or not first.HasField("job"):
-            raise invalid("the first message must hold a job", "job")
-        job = prefill_job_from_proto(first.job, self._facts)
-        with self._worker.streams.open(job.request_id) as fail:
+        message: pb.PrefillJob = await first_job(context)
+        with self._worker.streams.open() as fail:
+            job = prefill_job_from_proto(message, self._facts)
             ticket = await self._worker.submit(job)
             fail.append(ticket.events.close)
             clean = False

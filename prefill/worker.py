@@ -91,9 +91,10 @@ class PrefillWorker:
 
         Raises:
             EpdError: a parameter is wrong, the request can't fit even an idle worker,
-                or the queue is full.
+                the queue is full, or lost readers hold the pool.
         """
         since = Stopwatch()
+        self.memory.check_quarantine()
         self._check(job)
         loop = asyncio.get_running_loop()
         ids = torch.tensor(job.token_ids)
@@ -151,7 +152,9 @@ class PrefillWorker:
         item, place = ticket.job.items[index], ticket.landing[index]
         watch = Stopwatch()
         try:
-            stats = await self._landing.fetch(_read_key(ticket), item, ticket.job.nonce, place, handle)
+            stats = await self._landing.fetch(
+                _read_key(ticket), item, ticket.job.nonce, place, handle
+            )
         except EpdError as error:
             self._fail(ticket, error)
             return
@@ -295,11 +298,7 @@ class PrefillWorker:
         if isinstance(outcome.token, EpdError):
             self._fail(ticket, outcome.token)
             return
-        try:
-            self._announce(chunk, ticket)
-        except EpdError as error:
-            self._fail(ticket, error)
-            return
+        self._announce(chunk, ticket)
         if outcome.token is not None:
             self._first_token(ticket, outcome.token)
 

@@ -21,7 +21,7 @@ from epd.rpc.convert import (
 )
 from protos.epd.v1 import common_pb2, decode_pb2, encode_pb2, prefill_pb2
 
-_MAX_ID = 128
+MAX_REQUEST_ID = 128
 _MAX_SALT = 256
 
 
@@ -143,8 +143,8 @@ def decode_job_to_proto(job: DecodeJob, fingerprint: str) -> decode_pb2.DecodeJo
 
 def _check_head(message: _Head, facts: ModelFacts) -> None:
     name = message.request_id
-    if not 1 <= len(name) <= _MAX_ID or not name.isprintable():
-        raise invalid(f"must be 1 to {_MAX_ID} printable characters", "job.request_id")
+    if not 1 <= len(name) <= MAX_REQUEST_ID or not name.isprintable():
+        raise invalid(f"must be 1 to {MAX_REQUEST_ID} printable characters", "job.request_id")
     if message.fingerprint != facts.fingerprint:
         raise EpdError(
             ErrorKind.CONTRACT_MISMATCH,

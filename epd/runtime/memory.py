@@ -6,16 +6,20 @@ import secrets
 import time
 
 from epd.config import Config
+from epd.errors import EpdError, ErrorKind
 from epd.transfer import faults
 from epd.transfer.contract import Peer
 from epd.transfer.engine import Engine
 from epd.transfer.lease import Lease, LeaseTable
 
+_UNLIMITED = 1 << 62
+
 
 class OwnedMemory:
     """Made once at start; starts the transfer engine.
 
-    `max_quarantined` caps the bytes that lost readers may withhold.
+    `max_quarantined` caps the bytes that lost readers may withhold: above it, new
+    work is refused before it costs anything (`check_quarantine`); what runs goes on.
 
     Raises:
         EpdError: the engine can't start (see `Engine.start`).
@@ -25,9 +29,9 @@ class OwnedMemory:
         transfer = config.transfer
         self.engine = Engine(transfer, fingerprint, secrets.randbits(64))
         self.engine.start()
-        self.leases = LeaseTable(
-            transfer.read_deadline_s + transfer.quarantine_margin_s, max_quarantined
-        )
+        hold_s = transfer.read_deadline_s + transfer.quarantine_margin_s
+        self.leases = LeaseTable(hold_s, _UNLIMITED)
+        self._max_quarantined = max_quarantined
         self.read_deadline_ms = int(transfer.read_deadline_s * 1000)
         self.faults = faults.from_environment()
 
@@ -37,6 +41,16 @@ class OwnedMemory:
 
     def register(self, address: int, nbytes: int, owner: object) -> None:
         self.engine.register(address, nbytes, owner)
+
+    def check_quarantine(self) -> None:
+        """Raises EpdError: OVERLOADED, too much memory waits for lost readers."""
+        waiting = self.leases.quarantined_bytes
+        if waiting > self._max_quarantined:
+            raise EpdError(
+                ErrorKind.OVERLOADED,
+                f"{waiting} bytes wait for lost readers (limit {self._max_quarantined})",
+                retry_after_s=self.leases.hold_s,
+            )
 
     def end(self, lease: Lease, *, clean: bool) -> None:
         """End a lease: its bytes are free now, or after the quarantine."""

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from epd.errors import EpdError, ErrorKind
+from epd.errors import EpdError, ErrorKind, invalid
 from epd.obs.logs import request_id, set_request
+from epd.rpc.jobs import MAX_REQUEST_ID
 from epd.rpc.status import internal
 from epd.runtime.mailbox import Mailbox
 
@@ -33,6 +34,20 @@ async def next_message(context: grpc.aio.ServicerContext[Message, Any]) -> Messa
         return message  # type: ignore[no-any-return]
     await asyncio.sleep(SETTLE_S)
     return None
+
+
+async def first_job(context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    """The job message, which must come first; logs belong to its request from here on.
+
+    Raises:
+        EpdError: something else came first, or nothing.
+    """
+    first = await next_message(context)
+    if first is None or not first.HasField("job"):
+        raise invalid("the first message must hold a job", "job")
+    name = first.job.request_id[:MAX_REQUEST_ID]
+    set_request(name if name.isprintable() else repr(name))
+    return first.job
 
 
 async def read_into(
@@ -72,14 +87,12 @@ class Streams:
         return len(self._open)
 
     @contextmanager
-    def open(self, request: str) -> Iterator[list[Fail]]:
-        """Count a stream, and bind its task's logs to the request. What is put into
-        the list is called to end the stream early.
+    def open(self) -> Iterator[list[Fail]]:
+        """Count a stream. What is put into the list is called to end it early.
 
         Raises:
             EpdError: NOT_STARTED, the worker is leaving.
         """
-        set_request(request)
         if self._leaving:
             raise EpdError(
                 ErrorKind.NOT_STARTED, f"this {self._stage} worker is leaving", retry_after_s=1.0

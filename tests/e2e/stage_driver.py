@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 import os
 import secrets
@@ -143,6 +144,7 @@ class Request:
     files: list[bytes]
     sampling: SamplingParams
     fingerprint: str
+    arrival_ms: int = field(default_factory=lambda: int(time.time() * 1000))
     name: str = field(default_factory=lambda: f"req-{secrets.token_hex(4)}")
     nonce: int = field(default_factory=lambda: secrets.randbits(64))
 
@@ -217,6 +219,24 @@ class Client:
         """One request from start to end, with clean releases."""
         return await _Run(self, request, **hooks).go()
 
+    async def run_resuming(self, request: Request) -> tuple[list[int], int]:
+        """As a gateway: a request that decode pushed out is prefilled again with what
+        it has. (ids, times that it was pushed out)"""
+        ids: list[int] = []
+        for pushed_out in itertools.count():
+            run = _Run(self, continued(request, ids))
+            try:
+                await run.go()
+            except (StageFailed, grpc.aio.AioRpcError) as error:
+                code = error.code if isinstance(error, StageFailed) else error.code()
+                if code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise
+                ids += run.answer.ids
+                await asyncio.sleep(0.1)
+                continue
+            return ids + run.answer.ids, pushed_out
+        raise AssertionError
+
     # one call each, for tests that do it step by step
 
     async def start_encode(self, request: Request, index: int) -> Any:
@@ -255,6 +275,7 @@ class Client:
             tuple(request.items),
             request.sampling,
             delta,
+            arrival_ms=request.arrival_ms,
         )
         message = decode_job_to_proto(job, request.fingerprint)
         await call.write(decode_pb2.DecodeRequest(job=message))
@@ -288,6 +309,9 @@ class _Run:
         try:
             await self._prefill()
         except BaseException:
+            if self.feeding:
+                self.feeding.cancel()
+                await asyncio.gather(self.feeding, return_exceptions=True)
             for call in (self.prefill, self.decode, *self.encodes.values()):
                 if call is not None:
                     call.cancel()

@@ -176,10 +176,10 @@ async def test_a_fault_while_reading_ends_the_stream_through_its_mailbox() -> No
 async def test_a_leaving_worker_refuses_new_streams_and_ends_old_ones() -> None:
     streams = Streams("decode")
     errors: list[EpdError] = []
-    with streams.open("old") as fail:
+    with streams.open() as fail:
         fail.append(errors.append)
         streams.refuse_new()
-        with pytest.raises(EpdError) as caught, streams.open("new"):
+        with pytest.raises(EpdError) as caught, streams.open():
             pass
         assert caught.value.kind is ErrorKind.NOT_STARTED
         assert not await streams.finished(0.01)

@@ -1,0 +1,211 @@
+"""The three processes with little memory: waiting, pushing out, chaos, and leaving."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+from PIL import Image
+
+from epd.errors import EpdError, ErrorKind
+from epd.rpc.status import from_rpc_error
+from protos.epd.v1 import decode_pb2, prefill_pb2
+from tests.conftest import TinyCheckpoint
+from tests.e2e.stage_driver import (
+    Client,
+    Planner,
+    Request,
+    StageProcess,
+    Stages,
+    greedy,
+    next_event,
+)
+from tests.tiny.reference import reference_generate
+
+pytestmark = pytest.mark.timeout(300)
+
+BLOCK = 8
+SETTINGS = {
+    "kv__block_tokens": BLOCK,
+    "kv__prefill_tokens": 16 * BLOCK,
+    "kv__decode_tokens": 20 * BLOCK,
+    "prefill__chunk_tokens": 16,
+    "prefill__landing_mib": 1,
+    "encode__arena_mib": 1,
+    "worker__grace_s": 3,
+    "transfer__read_deadline_s": 1.0,
+    "transfer__quarantine_margin_s": 0.2,
+}
+_RANDOM = np.random.default_rng(1)
+IMAGES = [
+    Image.fromarray(_RANDOM.integers(0, 255, (height, width, 3), dtype=np.uint8))
+    for height, width in ((40, 72), (64, 48))
+]
+
+
+def ask(text: str, images: int = 0) -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = [{"type": "image"}] * images
+    return [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint: TinyCheckpoint) -> Path:
+    return tiny_checkpoint("qwen2_vl")
+
+
+@pytest.fixture(scope="module")
+def stages(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
+    with Stages(checkpoint, tmp_path_factory.mktemp("pressure"), SETTINGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def planner(checkpoint: Path) -> Planner:
+    return Planner(checkpoint)
+
+
+async def test_requests_that_are_pushed_out_come_again_and_lose_nothing(
+    stages: Stages, planner: Planner
+) -> None:
+    """Four outputs of 60 tokens in a pool of 160: some must give way."""
+    client = Client(stages)
+    asked = [ask("hello " * (i + 1)) for i in range(4)]
+    sampling = greedy((), max_tokens=60)
+    requests = [planner.request(messages, (), sampling) for messages in asked]
+    results = await asyncio.gather(*(client.run_resuming(request) for request in requests))
+    for messages, (ids, _) in zip(asked, results, strict=True):
+        whole = reference_generate(planner.checkpoint, messages, (), 60, eos_token_id=None)
+        assert ids == whole.ids
+    assert sum(pushed_out for _, pushed_out in results) > 0, "the pool was never full"
+    await client.close()
+    assert not await asyncio.to_thread(stages.idle)
+
+
+async def test_what_can_never_fit_is_refused_with_the_limit(
+    stages: Stages, planner: Planner
+) -> None:
+    client = Client(stages)
+    request = planner.request(ask("hello"), (), greedy((), max_tokens=10))
+    long = request.token_ids * (16 * BLOCK // len(request.token_ids) + 1)
+    error = await failure(await client.start_prefill(_with(request, long)))
+    assert (error.kind, error.param) == (ErrorKind.CONTEXT_LENGTH_EXCEEDED, "job.token_ids")
+    assert "kv.prefill_tokens" in error.message
+    longer = request.token_ids * (20 * BLOCK // len(request.token_ids) + 1)
+    error = await failure(await client.start_decode(_with(request, longer), 0))
+    assert error.kind is ErrorKind.CONTEXT_LENGTH_EXCEEDED
+    await client.close()
+
+
+async def test_many_more_requests_than_memory_all_get_their_turn(
+    stages: Stages, planner: Planner
+) -> None:
+    client = Client(stages)
+    asked = [(ask("what is it? " * (i % 4 + 1), i % 3), IMAGES[: i % 3]) for i in range(18)]
+    requests = [planner.request(messages, images) for messages, images in asked]
+    results = await asyncio.gather(*(client.run_resuming(request) for request in requests))
+    for (messages, images), (ids, _) in zip(asked[:6], results, strict=False):
+        assert ids == reference_generate(planner.checkpoint, messages, images).ids
+    assert [ids for ids, _ in results[:6]] == [ids for ids, _ in results[12:]]
+    await client.close()
+    assert not await asyncio.to_thread(stages.idle)
+
+
+async def test_streams_lost_at_random_leave_nothing_behind(
+    stages: Stages, planner: Planner
+) -> None:
+    client = Client(stages)
+    pick = random.Random(7)
+    request = planner.request(ask("what?", 2), IMAGES)
+
+    async def lose(after_s: float) -> None:
+        running = asyncio.create_task(client.run_resuming(request))
+        await asyncio.wait([running], timeout=after_s)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    for _ in range(3):
+        await asyncio.gather(*(lose(pick.uniform(0, 0.8)) for _ in range(12)))
+    left = await asyncio.to_thread(stages.idle, 20.0)
+    assert not left, left
+    whole = reference_generate(planner.checkpoint, ask("what?", 2), IMAGES).ids
+    assert (await client.run(request)).ids == whole
+    await client.close()
+
+
+async def test_a_worker_that_is_told_to_stop_finishes_what_runs(
+    checkpoint: Path, stages: Stages, planner: Planner, tmp_path: Path
+) -> None:
+    """SIGTERM: running outputs end well, new work is refused, exit code 0."""
+    leaving = StageProcess("decode", checkpoint, tmp_path / "log", **SETTINGS)
+    leaving.wait_ready()
+    mixed = Stages(checkpoint, tmp_path, {}, {**stages.processes, "decode": leaving})
+    client = Client(mixed)
+    request = planner.request(ask("hello"), (), greedy((), max_tokens=120))
+    prefill = await client.start_prefill(request)
+    announced: list[prefill_pb2.KvReady] = []
+    while (event := await prefill.read()).WhichOneof("kind") != "first_token":
+        if event.HasField("kv_ready"):
+            announced.append(event.kv_ready)
+    decode = await client.start_decode(request, 0)
+    for ready in announced:
+        await decode.write(decode_pb2.DecodeRequest(kv_ready=ready))
+    await next_event(decode, "admitted")
+    leaving.process.send_signal(signal.SIGTERM)
+    await asyncio.sleep(0.3)
+    error = await failure(await client.start_decode(request, 0))
+    assert error.kind is ErrorKind.NOT_STARTED
+    first = event.first_token
+    start = decode_pb2.Start(first_token=first.token, kv_tokens=first.kv_tokens)
+    await decode.write(decode_pb2.DecodeRequest(start=start))
+    kinds = []
+    while (event := await decode.read()) is not grpc.aio.EOF:
+        kinds.append(event.WhichOneof("kind"))
+    assert kinds[-1] == "finished"
+    assert await asyncio.to_thread(leaving.process.wait, 20) == 0
+    prefill.cancel()
+    await client.close()
+
+
+async def test_what_outlasts_the_grace_ends_with_a_typed_error(
+    checkpoint: Path, stages: Stages, planner: Planner, tmp_path: Path
+) -> None:
+    settings = SETTINGS | {"worker__grace_s": 0.3}
+    leaving = StageProcess("prefill", checkpoint, tmp_path / "log", **settings)
+    leaving.wait_ready()
+    mixed = Stages(checkpoint, tmp_path, {}, {**stages.processes, "prefill": leaving})
+    client = Client(mixed)
+    call = await client.start_prefill(planner.request(ask("what?", 1), IMAGES[:1]))
+    await next_event(call, "admitted")  # and the image never comes
+    leaving.process.send_signal(signal.SIGTERM)
+    since = time.monotonic()
+    error = await failure(call)
+    assert error.kind is ErrorKind.STAGE_UNAVAILABLE
+    assert time.monotonic() - since < 3
+    assert await asyncio.to_thread(leaving.process.wait, 20) == 0
+    await client.close()
+
+
+def _with(request: Request, token_ids: list[int]) -> Request:
+    return replace(request, token_ids=token_ids, prompt_length=len(token_ids))
+
+
+async def failure(call: Any) -> EpdError:
+    """Drain a call that must fail; the error it carries."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await _drain(call)
+    return from_rpc_error(caught.value)
+
+
+async def _drain(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
