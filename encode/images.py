@@ -1,35 +1,46 @@
-"""From a file's bytes to what the vision tower takes, off the event loop."""
+"""From a file's bytes to what the vision tower takes, in processes that can be killed."""
 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final
 
-from epd import images
+from encode.decoder import PARAM, describe, unpack
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
-from epd.jobs import EncodeJob, ImageItem
-from epd.models.processor import PreparedImage, Processor
+from epd.jobs import EncodeJob
+from epd.models.processor import PreparedImage
+from epd.obs import metrics
+from epd.sandbox import Sandbox, SandboxLimits, WorkerDied
 
-PARAM: Final = "job.image"
 _READY_AHEAD = 32
 
 
 class ImagePreparer:
-    """Decodes and resizes pictures in threads, and holds them to what was planned.
+    """Decodes and resizes pictures, and holds them to what was planned.
 
-    At most `READY_AHEAD` pictures (and one a thread) are decoded and not yet
+    Its processes start at once, while this one loads the model; `start` waits for them.
+    A file that takes too long, too much memory, or crashes its process fails its own
+    request; the process is replaced in milliseconds.
+
+    At most `READY_AHEAD` pictures (and one a process) are decoded and not yet
     batched: the queue holds compressed files, not pixels. Take a place before
     `prepare` with `place.acquire()`, give it back when the picture is batched.
     """
 
-    def __init__(self, processor: Processor, config: Config) -> None:
-        self._processor = processor
-        self._limits = config.limits
-        workers = config.encode.decode_workers
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="encode-images")
-        self.place = asyncio.Semaphore(_READY_AHEAD + workers)
+    def __init__(self, config: Config) -> None:
+        encode = config.encode
+        self._cpu_s = encode.decode_cpu_s
+        self._sandbox = Sandbox(
+            "encode.decoder:load",
+            {"path": config.model.path, "limits": config.limits.model_dump()},
+            encode.decode_workers,
+            SandboxLimits(encode.decode_cpu_s, encode.decode_memory_mib << 20),
+        )
+        self.place = asyncio.Semaphore(_READY_AHEAD + encode.decode_workers)
+
+    async def start(self) -> None:
+        """Raises EpdError where the checkpoint's processor can't be loaded."""
+        await self._sandbox.start()
 
     async def prepare(self, job: EncodeJob) -> PreparedImage:
         """Tensors of one picture; they own their memory.
@@ -38,37 +49,15 @@ class ImagePreparer:
             EpdError: INVALID_IMAGE or IMAGE_TOO_LARGE: it can't be decoded, or it is
                 not the picture that its header promised.
         """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._prepare, job)
-
-    def _prepare(self, job: EncodeJob) -> PreparedImage:
-        item = job.item
-        picture = images.reduce(images.decode(job.image, self._limits, PARAM), item.max_pixels)
-        if picture.size != (item.width, item.height):
-            raise _lying(f"{item.width}x{item.height}", f"{picture.width}x{picture.height}")
-        prepared = self._processor.prepare(picture, item.images_in_request)
-        check_plan(item, prepared.rows, prepared.grid)
-        return prepared
+        try:
+            return unpack(await self._sandbox.run(describe(job.item), job.image))
+        except WorkerDied as died:
+            metrics.DECODERS_LOST.labels("time" if died.timed_out else "crash").inc()
+            if died.timed_out:
+                reason = f"the image takes more than {self._cpu_s:g} s to decode"
+            else:
+                reason = "the image broke the decoder, or needs too much memory to decode"
+            raise EpdError(ErrorKind.INVALID_IMAGE, reason, param=PARAM) from died
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def check_plan(item: ImageItem, rows: int, grid: tuple[int, ...]) -> None:
-    """The prompt was built for `item`; a picture of another shape can't fill it.
-
-    Raises:
-        EpdError: INVALID_IMAGE, with both values.
-    """
-    if rows != item.rows:
-        raise _lying(f"{item.rows} rows", f"{rows} rows")
-    if grid != item.grid:
-        raise _lying(f"grid {item.grid}", f"grid {grid}")
-
-
-def _lying(planned: str, found: str) -> EpdError:
-    return EpdError(
-        ErrorKind.INVALID_IMAGE,
-        f"the picture is not what its header said: {planned} planned, {found} decoded",
-        param=PARAM,
-    )
+        self._sandbox.close()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from encode.images import ImagePreparer
 from encode.service import EncodeService
 from encode.worker import EncodeWorker
 from epd.config import Config
 from epd.models.encoder import VisionEncoder
-from epd.models.processor import Processor
 from epd.obs import logs
 from epd.rpc.jobs import ModelFacts
 from epd.rpc.server import Server
@@ -24,12 +24,12 @@ async def serve(config: Config) -> None:
     """
     logs.setup(config.log, EncodeWorker.stage)
     model = config.model
+    pictures = ImagePreparer(config)  # its processes load while this one does
     encoder = VisionEncoder.load(
         model.path, model.dtype, model.device, exact=model.exact, threads=model.threads
     )
-    processor = Processor.load(model.path)
     memory = OwnedMemory(config, encoder.spec.fingerprint, config.encode.arena_mib << 19)
-    worker = EncodeWorker(config, encoder, processor, memory)
+    worker = EncodeWorker(config, encoder, pictures, memory)
     facts = ModelFacts(
         fingerprint=encoder.spec.fingerprint,
         vocab_size=encoder.spec.vocab_size,
@@ -41,4 +41,5 @@ async def serve(config: Config) -> None:
     def add_service(server: Server) -> None:
         encode_pb2_grpc.add_EncodeServicer_to_server(EncodeService(worker, facts), server.grpc)
 
+    await pictures.start()
     await serve_worker(config, worker, "epd.v1.Encode", add_service, config.rpc.encode_bytes)

@@ -2,7 +2,7 @@
 
 One image's life:
 
-    submit -> decode and resize (threads) -> Batcher -> forward (engine thread),
+    submit -> decode and resize (sandbox) -> Batcher -> forward (engine thread),
     rows copied into the arena and summed -> announce (lease) -> close
 
 Who owns what: the arena owns all bytes; a ticket holds an extent from the moment
@@ -24,7 +24,7 @@ from epd.errors import EpdError, ErrorKind
 from epd.handoff import embedding_bytes, embedding_contract
 from epd.jobs import EncodeJob, Stage, StageTiming
 from epd.models.encoder import VisionEncoder
-from epd.models.processor import PreparedImage, Processor
+from epd.models.processor import PreparedImage
 from epd.obs import metrics
 from epd.rpc.status import internal
 from epd.runtime.memory import OwnedMemory
@@ -73,13 +73,13 @@ class EncodeWorker:
     stage = Stage.ENCODE
 
     def __init__(
-        self, config: Config, encoder: VisionEncoder, processor: Processor, memory: OwnedMemory
+        self, config: Config, encoder: VisionEncoder, pictures: ImagePreparer, memory: OwnedMemory
     ) -> None:
         self._config = config
         self._encoder = encoder
         self.spec = encoder.spec
         self.memory = memory
-        self._images = ImagePreparer(processor, config)
+        self._images = pictures
         self._batcher = Batcher(config.encode.batch_patches, config.encode.max_queue)
         self._arena = Arena(config.encode.arena_mib << 20)
         self._tickets: dict[int, Ticket] = {}

@@ -52,8 +52,14 @@ class EncodeConfig(_Section):
     arena_mib: int = Field(256, ge=1)
     """Registered memory for finished embeddings."""
     max_queue: int = Field(256, ge=1)
-    decode_workers: int = Field(1, ge=1)
-    """Threads that decode and resize pictures."""
+    max_queue_mib: int = Field(512, ge=1)
+    """Image files that wait, all together."""
+    decode_workers: int = Field(2, ge=1)
+    """Processes that decode and resize pictures. With one, a slow file delays all others."""
+    decode_cpu_s: float = Field(10.0, gt=0)
+    """CPU time that one picture may take to decode and resize; then its process is killed."""
+    decode_memory_mib: int = Field(2048, ge=64)
+    """Memory that one picture may take to decode and resize."""
 
 
 class PrefillConfig(_Section):

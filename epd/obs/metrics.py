@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from epd.jobs import StageTiming
+
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -41,6 +43,9 @@ STEP_FAILURES = _counter("epd_step_failures", "Steps that raised", "stage")
 PREEMPTIONS = _counter("epd_preemptions", "Sequences pushed out for want of blocks", "stage")
 TOKENS = _counter("epd_tokens", "Tokens computed (prefill) or generated (decode)", "stage")
 IMAGES = _counter("epd_images", "Images encoded", "stage")
+DECODERS_LOST = _counter(
+    "epd_decoders_lost", "Processes that a picture file killed, by time or crash", "reason"
+)
 IMAGE_FETCHES = _counter("epd_image_fetches", "Image URLs asked for, by outcome", "outcome")
 
 STATE = _gauge(
@@ -52,3 +57,17 @@ STATE = _gauge(
 )
 SERVING = _gauge("epd_serving", "1 while health says SERVING", "stage")
 MEMBERSHIPS = _gauge("epd_memberships", "Gateways that this worker is registered at", "stage")
+
+
+def observe_phases(stage: str, timing: StageTiming) -> None:
+    """Record where a request's time in a stage went; phases that it did not have
+    are left out."""
+    phases = {
+        "queue": timing.queue_ms,
+        "preprocess": timing.preprocess_ms,
+        "run": timing.run_ms,
+        "transfer": timing.transfer_ms,
+    }
+    for phase, milliseconds in phases.items():
+        if milliseconds:
+            PHASE_SECONDS.labels(stage, phase).observe(milliseconds / 1e3)

@@ -1,0 +1,283 @@
+"""Work on hostile bytes in processes that can be killed, each request at its own risk.
+
+    Sandbox ──starts──> zygote (loads what the work needs, once) ──forks──> workers
+       │ one thread a worker: request ──> worker, reply <── worker, or kill it
+
+Why not a process pool of the standard library: those can't kill one worker, and a worker
+that takes seconds to load can't be replaced in milliseconds. A killed worker's place is
+taken by a fork of the zygote. This bounds time and memory; it is no defence against code
+that has taken a worker over.
+
+Replies come in memory of their own (a memfd that the worker filled, mapped here): no copy,
+and no name that could be left over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import mmap
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from epd.errors import EpdError, ErrorKind
+from epd.lifetime import expect_parent
+from epd.sandbox_worker import PREFIX, receive_exactly, send_request
+
+_log = logging.getLogger(__name__)
+_START_S = 120.0
+_PATIENCE = 4
+"""Wall time allowed, in CPU limits: the machine may be busy, but a worker that waits for
+something for ever must end as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxLimits:
+    """What one request may take."""
+
+    cpu_s: float
+    """CPU time, in whole seconds for the kernel: rounded up."""
+    memory_bytes: int
+    """Memory of its own beyond what the worker holds when idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """`data` is shared memory that lives as long as something refers to it."""
+
+    head: dict[str, Any]
+    data: memoryview
+
+
+class WorkerDied(Exception):
+    """The request killed its worker: it took too long, or broke it."""
+
+    def __init__(self, timed_out: bool) -> None:
+        super().__init__("took too long" if timed_out else "crashed or ran out of memory")
+        self.timed_out = timed_out
+
+
+class Sandbox:
+    """`workers` processes that run one function.
+
+    Args:
+        entry: ``module:function``; called once as ``function(**arguments)`` in the zygote,
+            it returns ``work(head, body) -> (head, buffers)``. EpdErrors that the work
+            raises are raised by `run`.
+        arguments: JSON.
+    """
+
+    def __init__(
+        self, entry: str, arguments: Mapping[str, Any], workers: int, limits: SandboxLimits
+    ) -> None:
+        self._limits = limits
+        self._zygote = _Zygote(entry, arguments, limits)
+        self._threads = ThreadPoolExecutor(workers, f"sandbox-{entry}")
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._workers = [_Worker(self._zygote) for _ in range(workers)]
+        for worker in self._workers:
+            self._idle.put(worker)
+        self.killed = 0
+
+    async def start(self) -> None:
+        """Return when all workers are ready.
+
+        Raises:
+            EpdError: the work could not be loaded.
+        """
+        loop = asyncio.get_running_loop()
+        warm = [loop.run_in_executor(self._threads, self._warm) for _ in self._workers]
+        try:
+            await asyncio.gather(*warm)
+        except WorkerDied as error:
+            raise EpdError(ErrorKind.INTERNAL, "a sandbox process died at its start") from error
+
+    async def run(self, head: Mapping[str, Any], body: bytes) -> Reply:
+        """One request, in its turn.
+
+        Raises:
+            EpdError: from the work.
+            WorkerDied: time or memory ran out, or the process crashed.
+            RuntimeError: the work raised something else.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._threads, self._run, head, body)
+        except WorkerDied:
+            self.killed += 1
+            loop.run_in_executor(self._threads, self._warm)
+            raise
+
+    def close(self) -> None:
+        """Kill everything; requests that are under way fail."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.kill()
+        self._zygote.close()
+
+    def _warm(self) -> None:
+        worker = self._idle.get()
+        try:
+            worker.ensure()
+        finally:
+            self._idle.put(worker)
+
+    def _run(self, head: Mapping[str, Any], body: bytes) -> Reply:
+        worker = self._idle.get()
+        try:
+            reply = worker.exchange(head, body, self._limits.cpu_s)
+        finally:
+            self._idle.put(worker)
+        _raise_error(reply.head)
+        if "fault" in reply.head:
+            raise RuntimeError(reply.head["fault"])
+        return reply
+
+
+def _raise_error(head: Mapping[str, Any]) -> None:
+    if (error := head.get("error")) is not None:
+        raise EpdError(ErrorKind(error["kind"]), error["message"], param=error["param"])
+
+
+class _Worker:
+    """This process's end of one worker; used by one thread at a time."""
+
+    def __init__(self, zygote: _Zygote) -> None:
+        self._zygote = zygote
+        self._socket: socket.socket | None = None
+        self._pidfd = -1
+
+    def ensure(self) -> socket.socket:
+        if self._socket is None:
+            self._socket, self._pidfd = self._zygote.fork()
+        return self._socket
+
+    def exchange(self, head: Mapping[str, Any], body: bytes, cpu_s: float) -> Reply:
+        channel = self.ensure()
+        started = time.monotonic()
+        channel.settimeout(_PATIENCE * cpu_s)
+        try:
+            send_request(channel, json.dumps(head).encode(), body)
+            return _receive_reply(channel)
+        except (OSError, EOFError) as error:
+            self.kill()
+            # A worker that the kernel stopped for its CPU time looks like one that crashed.
+            timed_out = isinstance(error, TimeoutError) or time.monotonic() - started >= cpu_s
+            _log.warning("a sandbox worker died", extra={"timed_out": timed_out})
+            raise WorkerDied(timed_out) from error
+
+    def kill(self) -> None:
+        pidfd, self._pidfd = self._pidfd, -1
+        channel, self._socket = self._socket, None
+        if pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):  # it was quicker
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+        if channel is not None:
+            channel.close()
+
+
+def _receive_reply(channel: socket.socket) -> Reply:
+    prefix, fds, _, _ = socket.recv_fds(channel, PREFIX.size, 1)
+    try:
+        if not prefix:
+            raise EOFError("the worker is gone")
+        prefix += receive_exactly(channel, PREFIX.size - len(prefix))
+        head_bytes, data_bytes = PREFIX.unpack(prefix)
+        head = json.loads(receive_exactly(channel, head_bytes))
+        if not data_bytes:
+            return Reply(head, memoryview(b""))
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        return Reply(head, memoryview(mmap.mmap(fds[0], data_bytes, flags=flags)))
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+class _Zygote:
+    """The process that workers are forked from. Started at once, and again if it dies."""
+
+    def __init__(self, entry: str, arguments: Mapping[str, Any], limits: SandboxLimits) -> None:
+        self._task = json.dumps(
+            {
+                "entry": entry,
+                "arguments": dict(arguments),
+                "cpu_s": limits.cpu_s,
+                "memory_bytes": limits.memory_bytes,
+            }
+        )
+        self._lock = threading.Lock()
+        self._closed = False
+        self._loaded = False
+        self._process, self._control = self._launch()
+
+    def fork(self) -> tuple[socket.socket, int]:
+        """(channel to a new worker, pidfd of it).
+
+        Raises:
+            EpdError: the work can't be loaded.
+            WorkerDied: there can't be one for another reason.
+        """
+        with self._lock:
+            if self._closed:
+                raise WorkerDied(False)
+            if self._process.poll() is not None:
+                self._control.close()
+                self._process, self._control = self._launch()
+            try:
+                self._until_loaded()
+                return self._fork()
+            except (OSError, EOFError) as error:
+                raise WorkerDied(isinstance(error, TimeoutError)) from error
+
+    def _until_loaded(self) -> None:
+        if not self._loaded:
+            _raise_error(_receive_reply(self._control).head)
+            self._loaded = True
+
+    def _fork(self) -> tuple[socket.socket, int]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+                answer, fds, _, _ = socket.recv_fds(self._control, 1, 1)
+                if not answer:
+                    raise EOFError("the zygote is gone")
+            except BaseException:
+                ours.close()
+                raise
+        return ours, fds[0]
+
+    def close(self) -> None:
+        """Its workers die with it."""
+        self._closed = True
+        self._process.kill()
+        self._process.wait()
+        self._control.close()
+
+    def _launch(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        self._loaded = False
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fd = theirs.fileno()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "epd.sandbox_worker", str(fd), self._task],
+                pass_fds=[fd],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=expect_parent(dict(os.environ)),
+            )
+        ours.settimeout(_START_S)
+        return process, ours

@@ -1,0 +1,165 @@
+"""Work in processes that can be killed: what a request does to its own worker stays there."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from epd.errors import EpdError, ErrorKind
+from epd.sandbox import Sandbox, SandboxLimits, WorkerDied
+
+ENTRY = "tests.unit.sandbox_works:load"
+LIMITS = SandboxLimits(cpu_s=1.0, memory_bytes=64 << 20)
+Make = Callable[..., Sandbox]
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Make]:
+    made: list[Sandbox] = []
+
+    def build(entry: str = ENTRY, workers: int = 1, **arguments: Any) -> Sandbox:
+        made.append(Sandbox(entry, arguments or {"greeting": "hello"}, workers, LIMITS))
+        return made[-1]
+
+    yield build
+    for sandbox in made:
+        sandbox.close()
+
+
+async def pid_of(sandbox: Sandbox) -> int:
+    return int((await sandbox.run({"do": "echo"}, b"")).head["pid"])
+
+
+async def test_a_reply_has_a_head_and_memory(make: Make) -> None:
+    sandbox = make(greeting="good day")
+    reply = await sandbox.run({"do": "echo"}, b"abc" * 1_000_000)
+    assert reply.head["greeting"] == "good day"
+    assert reply.data == b"abc" * 1_000_000 + b"cba" * 1_000_000
+    assert (await sandbox.run({"do": "echo"}, b"")).data == b""
+
+
+async def test_memory_of_a_reply_lives_as_long_as_it_is_used(make: Make) -> None:
+    sandbox = make()
+    files = len(os.listdir("/proc/self/fd"))
+    first = (await sandbox.run({"do": "echo"}, b"one")).data
+    second = (await sandbox.run({"do": "echo"}, b"two")).data
+    sandbox.close()
+    assert (first[:3], second[:3]) == (b"one", b"two")
+    del first, second
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= files, "descriptors are left"
+
+
+async def test_errors_of_the_work_cost_no_worker(make: Make) -> None:
+    sandbox = make()
+    pid = await pid_of(sandbox)
+    with pytest.raises(EpdError) as caught:
+        await sandbox.run({"do": "refuse"}, b"")
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.IMAGE_TOO_LARGE, "here")
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: by design"):
+        await sandbox.run({"do": "raise"}, b"")
+    assert await pid_of(sandbox) == pid
+    assert sandbox.killed == 0
+
+
+@pytest.mark.parametrize(
+    ("action", "timed_out"), [("spin", True), ("sleep", True), ("crash", False), ("exit", False)]
+)
+async def test_a_deadly_request_dies_alone(make: Make, action: str, timed_out: bool) -> None:
+    sandbox = make(workers=2)
+    await sandbox.start()
+    before = {await pid_of(sandbox) for _ in range(4)}
+    dying = asyncio.create_task(sandbox.run({"do": action}, b""))
+    await asyncio.sleep(0.1)
+    started = time.monotonic()
+    await pid_of(sandbox)
+    assert time.monotonic() - started < 0.9, "another request waited for the dying one"
+    with pytest.raises(WorkerDied) as caught:
+        await dying
+    assert caught.value.timed_out is timed_out
+    after = {await pid_of(sandbox) for _ in range(4)}
+    assert len(after | before) == len(before) + 1
+    assert sandbox.killed == 1
+
+
+async def test_a_worker_is_replaced_at_once(make: Make) -> None:
+    sandbox = make()
+    await pid_of(sandbox)
+    with pytest.raises(WorkerDied):
+        await sandbox.run({"do": "exit"}, b"")
+    started = time.monotonic()
+    await pid_of(sandbox)
+    assert time.monotonic() - started < 1.0, "the work was loaded again instead of forked"
+
+
+async def test_memory_is_capped(make: Make) -> None:
+    sandbox = make()
+    await sandbox.run({"do": "allocate", "bytes": 32 << 20}, b"")
+    with pytest.raises(RuntimeError, match="MemoryError"):
+        await sandbox.run({"do": "allocate", "bytes": 128 << 20}, b"")
+    await sandbox.run({"do": "allocate", "bytes": 32 << 20}, b"")
+
+
+async def test_a_killed_zygote_is_started_again(make: Make) -> None:
+    sandbox = make()
+    await pid_of(sandbox)
+    (zygote,) = [p for p in psutil.Process().children() if "epd.sandbox_worker" in p.cmdline()]
+    (worker,) = zygote.children()
+    zygote.kill()
+    psutil.wait_procs([worker], timeout=5)
+    with pytest.raises(WorkerDied):
+        await pid_of(sandbox)
+    assert await pid_of(sandbox)
+
+
+async def test_what_can_not_be_loaded_says_why(make: Make) -> None:
+    refusing = make("tests.unit.sandbox_works:load_refusing", unused=1)
+    with pytest.raises(EpdError, match="a sandbox process died"):
+        await refusing.start()  # an argument that it does not take: a fault of ours
+    sandbox = Sandbox("tests.unit.sandbox_works:load_refusing", {}, 1, LIMITS)
+    with pytest.raises(EpdError, match="there is nothing to load"):
+        await sandbox.start()
+    sandbox.close()
+    dying = Sandbox("tests.unit.sandbox_works:load_dying", {}, 1, LIMITS)
+    with pytest.raises(EpdError, match="died at its start"):
+        await dying.start()
+    dying.close()
+
+
+def test_no_process_outlives_a_killed_server() -> None:
+    code = """
+    import asyncio, time
+    from epd.sandbox import Sandbox, SandboxLimits
+
+    async def main():
+        sandbox = Sandbox("tests.unit.sandbox_works:load", {"greeting": ""}, 2,
+                          SandboxLimits(1, 1 << 26))
+        await sandbox.start()
+        print("ready", flush=True)
+        time.sleep(60)
+
+    asyncio.run(main())
+    """
+    server = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n"
+    family = psutil.Process(server.pid).children(recursive=True)
+    assert len(family) == 3
+    server.send_signal(signal.SIGKILL)
+    server.wait()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive
+    server.stdout.close()
