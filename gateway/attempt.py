@@ -49,6 +49,7 @@ class Attempt:
         self._decodes: list[StageStream] = []
         self._decode_task: asyncio.Task[None] | None = None
         self._decode_done = False
+        self._kv_fetched = False
         self._position_delta = 0
         self._announced: list[prefill_pb2.KvReady] = []
         self._start: decode_pb2.Start | None = None
@@ -77,11 +78,17 @@ class Attempt:
         self._timeline.begin("admission")
         stream = self._prefill = self._open(Stage.PREFILL)
         stream.send(self._jobs.prefill())
-        while (event := await stream.next()) is not None:
-            await self._on_prefill(stream, event)
-            if self._reason is not None:
-                return
-        raise broken(stream, "ended before its part was done")
+        try:
+            while (event := await stream.next()) is not None:
+                await self._on_prefill(stream, event)
+                if self._reason is not None or self._released:
+                    return
+        except StageFault:
+            if not self._released:
+                raise
+            return
+        if not self._released:
+            raise broken(stream, "ended before its part was done")
 
     async def _on_prefill(self, stream: StageStream, event: prefill_pb2.PrefillEvent) -> None:
         kind = event.WhichOneof("kind")
@@ -139,15 +146,15 @@ class Attempt:
         self._start = decode_pb2.Start(first_token=first.token, kv_tokens=first.kv_tokens)
         self._decodes[-1].send(decode_pb2.DecodeRequest(start=self._start))
         await self._progress.extend(self._base, [token])
+        self._release_prefill()
 
     def _release_prefill(self) -> None:
-        """Nobody reads its blocks any more: they are reusable at once, and what
-        becomes of prefill is no concern of this request."""
+        """Once it gave its token and decode has its blocks, in whichever order: they are
+        reusable at once, and what becomes of prefill is no concern of this request."""
         assert self._prefill is not None
-        assert self._prefill_task is not None
-        self._released = True
-        self._prefill.finish()
-        self._prefill_task.cancel()
+        if self._prefill_done and self._kv_fetched and not self._released:
+            self._released = True
+            self._prefill.finish()
 
     # --- decode ------------------------------------------------------------------------
 
@@ -184,6 +191,7 @@ class Attempt:
                 fetched = event.kv_fetched
                 self._timeline.end("kv transfer", fetched.transfer_bytes)
                 self._timeline.begin("decode")
+                self._kv_fetched = True
                 self._release_prefill()
             elif kind == "tokens":
                 tokens = [convert.token_from_proto(token) for token in event.tokens.tokens]
@@ -206,6 +214,8 @@ class Attempt:
         stream.finish()
         self._decode_done = True
         self._reason = reason
+        if self._prefill_task is not None:
+            self._prefill_task.cancel()  # it waits for the end of a call that is over
 
     # --- teardown ----------------------------------------------------------------------
 

@@ -54,8 +54,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         try:
             async for report in reports:
                 if worker.gone:
-                    reason = "dropped after silence; join again"
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
+                    return  # dropped after silence: it sees the end, and joins again
                 self._take(worker, report)
                 yield pb.GatewayReply(beat=pb.Beat())
         finally:

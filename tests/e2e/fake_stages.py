@@ -100,6 +100,8 @@ class Script:
     clean: bool = True
     """What readers say in ReadsTerminal."""
     tokens_per_message: int = 1
+    alternatives: int = 0
+    """Most likely tokens beside each one of decode's: makes messages large."""
     hooks: dict[str, Hook] = field(default_factory=dict)
     journal: list[str] = field(default_factory=list)
     jobs: list[tuple[Stage, Any]] = field(default_factory=list)
@@ -254,20 +256,23 @@ class Fake:
         await script.at("decode.job", call)
         await write(decode_pb2.DecodeEvent(admitted=decode_pb2.DecodeAdmitted()))
         announced = 0
-        while (request := await call.jobs.get()).WhichOneof("kind") == "kv_ready":
-            assert request.kv_ready.first_block * _BLOCK == announced
-            announced = request.kv_ready.tokens
-        assert request.start.kv_tokens == announced == len(job.token_ids)
+        while announced < len(job.token_ids):
+            ready = await call.next("kv_ready")
+            assert ready.first_block * _BLOCK == announced
+            announced = ready.tokens
         await script.at("decode.fetch", call)
         self.note("KvFetched")
         fetched = decode_pb2.KvFetched(transfer_bytes=16)
         await write(decode_pb2.DecodeEvent(kv_fetched=fetched))
+        start = await call.next("start")
+        assert start.kv_tokens == announced
         done = len(job.token_ids) - job.prompt_length + 1
         while done < len(script.output):
             call.token = done
             await script.at("decode.token", call)
             ids = script.output[done : done + script.tokens_per_message]
-            tokens = [common_pb2.Token(id=token_id, logprob=-0.5) for token_id in ids]
+            top = [common_pb2.TokenLogprob(id=i, logprob=-i) for i in range(script.alternatives)]
+            tokens = [common_pb2.Token(id=token_id, logprob=-0.5, top=top) for token_id in ids]
             message = decode_pb2.Tokens(first_index=done, tokens=tokens)
             await write(decode_pb2.DecodeEvent(tokens=message))
             done += len(ids)

@@ -170,7 +170,7 @@ async def test_one_image_goes_through_all_stages_in_order(house: House) -> None:
         ("encode: ItemReady 0", "prefill: EmbeddingFetched 0"),
         ("prefill: EmbeddingFetched 0", "encode: half-close"),
         ("prefill: EmbeddingFetched 0", "decode: job"),
-        ("prefill: FirstToken", "decode: KvFetched"),
+        ("prefill: FirstToken", "prefill: half-close"),
         ("decode: KvFetched", "prefill: half-close"),
         ("decode: KvFetched", "decode: Finished"),
     )
@@ -273,14 +273,34 @@ def raw(**fields: Any) -> bytes:
     return json.dumps(body(**fields)).encode()
 
 
+async def test_decode_may_have_everything_before_the_first_token(house: House) -> None:
+    fetched = asyncio.Event()
+
+    async def wait(call: Call) -> None:
+        while "decode: KvFetched" not in house.journal:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        fetched.set()
+
+    house.script.hooks["prefill.first"] = wait
+    reply = await house.chat()
+    assert fetched.is_set()
+    assert reply.json()["usage"]["completion_tokens"] == len(house.script.output)
+    await house.settled()
+    assert before(house.journal, "prefill: FirstToken", "prefill: half-close")
+
+
 # --- cancelling --------------------------------------------------------------------------
 
 
-async def leave_at(house: House, point: str, **fields: Any) -> None:
-    """Send a request, go away once a fake is at `point`, and wait for the end."""
+async def leave_at(house: House, point: str, after: str = "", **fields: Any) -> None:
+    """Send a request, go away once a fake is at `point` (and `after` has happened), and
+    wait for the end."""
     reached = asyncio.Event()
 
     async def wait(call: Call) -> None:
+        while after and after not in house.journal:
+            await asyncio.sleep(0.005)
         reached.set()
         await hang(call)
 
@@ -304,7 +324,8 @@ async def test_readers_are_cancelled_before_owners_are_closed(house: House, stre
 
 
 async def test_readers_are_cancelled_while_prefill_computes(house: House) -> None:
-    await leave_at(house, "prefill.first")
+    house.script.hooks["decode.fetch"] = hang
+    await leave_at(house, "prefill.first", after="decode: job")
     journal = house.journal
     assert journal[journal.index("decode: Cancel") :] == [
         "decode: Cancel",
@@ -617,20 +638,21 @@ async def test_repeated_tokens_are_dropped(house: House) -> None:
 
 async def test_a_slow_client_holds_decode_back(house: House) -> None:
     """Buffers are bounded: decode can't run far ahead of a client that doesn't read."""
-    house.script.output = [400 + i % 50 for i in range(150_000)]
+    house.script.output = [400 + i % 50 for i in range(60_000)]
     house.script.tokens_per_message = 32
+    house.script.alternatives = 20
     made = [0]
 
     async def count(call: Call) -> None:
         made[0] = call.token
 
     house.script.hooks["decode.token"] = count
-    request = raw(stream=True, logprobs=True, max_tokens=900)
+    request = raw(stream=True, logprobs=True, top_logprobs=20, max_tokens=900)
     connection = await Connection.send(house.http, "POST", CHAT, request, buffer=1 << 10)
     await connection.head()
     halted = -1
     while made[0] != halted:
         halted = made[0]
         await asyncio.sleep(1)
-    assert 0 < halted < len(house.script.output) * 0.9
     connection.close()
+    assert 0 < halted < len(house.script.output) * 0.9
