@@ -31,6 +31,7 @@ async def serve(config: Config) -> None:
         exact=model.exact,
         threads=model.threads,
         block_tokens=config.kv.block_tokens,
+        kernels=model.kernels,
     )
     memory = OwnedMemory(config, lm.spec.fingerprint, max_quarantined=0)
     pool_tokens = num_blocks(config) * config.kv.block_tokens

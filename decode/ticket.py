@@ -81,6 +81,11 @@ class Ticket:
     transfer_bytes: int = 0
 
     @property
+    def read_key(self) -> tuple[str, int]:
+        """Names its reads to the transfer engine."""
+        return ("kv", self.key)
+
+    @property
     def total(self) -> int:
         """Tokens whose KV prefill makes."""
         return len(self.job.token_ids)

@@ -31,6 +31,7 @@ from epd.kv.pool import KvPool
 from epd.models.lm import LanguageModel
 from epd.obs import metrics
 from epd.rpc.status import internal
+from epd.runtime.isolate import run_isolated
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.stage import Description, Load
 from epd.runtime.steps import StepLoop
@@ -107,18 +108,7 @@ class DecodeWorker:
             return
         if ticket.first is not None:
             raise invalid("came after start", "kv_ready")
-        if first_block != ticket.announced_blocks:
-            raise invalid(
-                f"is {first_block}, must be {ticket.announced_blocks}", "kv_ready.first_block"
-            )
-        self._reader.check(handle, ticket.job.nonce)
-        blocks = first_block + len(handle.spans)
-        expected = min(blocks * self._layout.block_tokens, ticket.total)
-        if blocks > self._layout.blocks_for(ticket.total) or tokens != expected:
-            raise mismatch("tokens of the announced blocks", tokens, expected)
-        ticket.announced_blocks, ticket.announced_tokens = blocks, tokens
-        ticket.pending.append(handle)
-        ticket.arrived.set()
+        self._reader.announced(ticket, first_block, handle, tokens)
         self._scheduler.announced(ticket.key)
         self.steps.poke()
 
@@ -153,11 +143,7 @@ class DecodeWorker:
     async def _load(self, ticket: Ticket) -> None:
         """Read blocks as they are announced, until all are here."""
         try:
-            while ticket.loaded_blocks < self._layout.blocks_for(ticket.total):
-                await ticket.arrived.wait()
-                ticket.arrived.clear()
-                while ticket.pending:
-                    await self._read(ticket, ticket.pending.popleft())
+            await self._reader.load(ticket, self._scheduler.blocks(ticket.key))
         except EpdError as error:
             self._fail(ticket, error)
             return
@@ -168,15 +154,6 @@ class DecodeWorker:
         ticket.fetched = True
         ticket.events.put(KvFetched(ticket.transfer_ms, ticket.transfer_bytes))
         self._run_when_ready(ticket)
-
-    async def _read(self, ticket: Ticket, handle: Handle) -> None:
-        watch = Stopwatch()
-        stop = ticket.loaded_blocks + len(handle.spans)
-        blocks = self._scheduler.blocks(ticket.key)[ticket.loaded_blocks : stop]
-        stats = await self._reader.read(_read_key(ticket), blocks, handle)
-        ticket.loaded_blocks = stop
-        ticket.transfer_ms += watch.ms
-        ticket.transfer_bytes += stats.nbytes
 
     def cancel(self, ticket: Ticket) -> None:
         """Stop after the running step; reports ReadsTerminal, the stream's last word."""
@@ -189,7 +166,7 @@ class DecodeWorker:
 
     async def _report_terminal(self, ticket: Ticket) -> None:
         bound = self._config.transfer.read_deadline_s
-        clean = await self.memory.engine.drain_reads(_read_key(ticket), bound)
+        clean = await self.memory.engine.drain_reads(ticket.read_key, bound)
         ticket.events.put(ReadsTerminal(clean))
         ticket.events.close()
 
@@ -216,7 +193,7 @@ class DecodeWorker:
         ticket.stopped = True
         if ticket.loader is not None:
             ticket.loader.cancel()
-        self.memory.engine.when_settled(_read_key(ticket), lambda: self._release(ticket))
+        self.memory.engine.when_settled(ticket.read_key, lambda: self._release(ticket))
 
     def _release(self, ticket: Ticket) -> None:
         self._scheduler.finish(ticket.key)
@@ -240,7 +217,8 @@ class DecodeWorker:
         self._admit()
         step = self._scheduler.next_batch()
         for key in step.preempted:
-            self._preempt(self._tickets[key])
+            if key in self._tickets:  # else its stream is over and its last read is not
+                self._preempt(self._tickets[key])
         if not step.slots:
             return False
         work = [(slot, self._tickets[slot.key]) for slot in step.slots]
@@ -254,14 +232,12 @@ class DecodeWorker:
         return True
 
     async def _run(self, work: list[tuple[Slot, Ticket]]) -> list[SampledToken | EpdError]:
-        try:
-            results = await self.steps.run(lambda: self._runner.run(work), len(work))
-        except Exception:
-            requests = [ticket.job.request_id for _, ticket in work]
-            logger.exception("a decode step raised", extra={"requests": requests})
-            return [internal(request) for request in requests]
         metrics.TOKENS.labels(self.stage).inc(len(work))
-        return results
+        results = await self.steps.run(
+            lambda: run_isolated(self._runner.run, work, lambda one: one[1].job.request_id),
+            len(work),
+        )
+        return list(results)
 
     def _apply(self, ticket: Ticket, result: SampledToken | EpdError) -> None:
         if isinstance(result, EpdError):
@@ -284,6 +260,7 @@ class DecodeWorker:
         )
 
     def _finish(self, ticket: Ticket, reason: FinishReason) -> None:
+        metrics.observe_phases(self.stage, ticket.timing)
         ticket.events.put(Finished(reason, ticket.sampler.num_output, ticket.timing))
         ticket.events.close()
         self._stop(ticket)
@@ -347,10 +324,6 @@ class DecodeWorker:
     async def shut_down(self) -> None:
         await self.steps.close()
         await self.memory.close()
-
-
-def _read_key(ticket: Ticket) -> tuple[str, int]:
-    return ("kv", ticket.key)
 
 
 def num_blocks(config: Config) -> int:

@@ -42,9 +42,11 @@ class Batcher:
         return len(self._running)
 
     @property
-    def runnable(self) -> bool:
-        """Whether some image only waits for a batch (and a place in the arena)."""
-        return any(image.patches is not None for image in self._waiting.values())
+    def first(self) -> int | None:
+        """The image that the next batch starts with, once it finds a place."""
+        if self._running:
+            return None
+        return next((i.key for i in self._waiting.values() if i.patches is not None), None)
 
     def admit(self, key: int) -> int:
         """Queue an image; returns how many wait before it.

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
 
-from encode.worker import EncodeWorker, Ticket
+from encode.ticket import Ticket
+from encode.worker import EncodeWorker
 from epd.errors import EpdError, ErrorKind, invalid
 from epd.rpc.convert import handle_to_proto, timing_to_proto
 from epd.rpc.jobs import ModelFacts, encode_job_from_proto
@@ -32,9 +33,9 @@ class EncodeService(encode_pb2_grpc.EncodeServicer):
         message: pb.EncodeJob = await first_job(context)
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with self._worker.streams.open() as fail:
-            job = encode_job_from_proto(message, self._facts)
             fail.append(_failing(failed))
-            ticket = self._worker.submit(job)
+            ticket = self._worker.submit(encode_job_from_proto(message, self._facts))
+            del message  # the file's bytes must not live as long as the lease
             clean = False
             try:
                 clean = await self._serve(ticket, failed, context)

@@ -5,28 +5,29 @@ One image's life:
     submit -> decode and resize (sandbox) -> Batcher -> forward (engine thread),
     rows copied into the arena and summed -> announce (lease) -> close
 
-Who owns what: the arena owns all bytes; a ticket holds an extent from the moment
-it joins a batch until it is closed, and its lease from `announce` on. A ticket
-closed while its batch runs keeps the extent until the batch is done.
+Who owns what: the arena owns all bytes; a ticket holds an extent from joining a
+batch until it is announced, and its lease from then on. A ticket closed while its
+batch runs keeps the extent until the batch is done.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from encode.batcher import Batcher
 from encode.images import ImagePreparer
+from encode.ticket import Ticket
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
 from epd.handoff import embedding_bytes, embedding_contract
-from epd.jobs import EncodeJob, Stage, StageTiming
+from epd.jobs import EncodeJob, Stage
 from epd.models.encoder import VisionEncoder
-from epd.models.processor import PreparedImage
 from epd.obs import metrics
 from epd.rpc.status import internal
+from epd.runtime.isolate import run_isolated
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.stage import Description, Load
 from epd.runtime.steps import StepLoop
@@ -34,37 +35,8 @@ from epd.runtime.streams import Stopwatch, Streams
 from epd.transfer.arena import Arena, Extent
 from epd.transfer.checksum import checksum
 from epd.transfer.contract import Handle, Span
-from epd.transfer.lease import Lease
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """One image on its way; made by `submit`, ended by `close`."""
-
-    key: int
-    job: EncodeJob
-    nbytes: int
-    queue_depth: int
-    finished: asyncio.Future[None]
-    """Done when the rows are in the arena; else holds the error."""
-    since: Stopwatch = field(default_factory=Stopwatch)
-    task: asyncio.Task[None] | None = None
-    prepared: PreparedImage | None = None
-    extent: Extent | None = None
-    lease: Lease | None = None
-    checksum: int = 0
-    queue_ms: float = 0.0
-    preprocess_ms: float = 0.0
-    run_ms: float = 0.0
-    closed: bool = False
-
-    @property
-    def timing(self) -> StageTiming:
-        return StageTiming(
-            queue_ms=self.queue_ms, run_ms=self.run_ms, preprocess_ms=self.preprocess_ms
-        )
 
 
 class EncodeWorker:
@@ -98,6 +70,7 @@ class EncodeWorker:
                 OVERLOADED, the queue is full, or lost readers hold the arena.
         """
         self.memory.check_quarantine()
+        self._check_queue(len(job.image))
         nbytes = embedding_bytes(self.spec, job.item.rows)
         if nbytes > self._arena.nbytes:
             raise EpdError(
@@ -108,10 +81,22 @@ class EncodeWorker:
             )
         key, self._next_key = self._next_key, self._next_key + 1
         depth = self._batcher.admit(key)
-        ticket = Ticket(key, job, nbytes, depth, asyncio.get_running_loop().create_future())
+        finished = asyncio.get_running_loop().create_future()
+        ticket = Ticket(key, job, nbytes, len(job.image), depth, finished)
         self._tickets[key] = ticket
         ticket.task = asyncio.create_task(self._prepare(ticket), name=f"prepare {job.request_id}")
         return ticket
+
+    def _check_queue(self, more: int) -> None:
+        """The queue is bounded in bytes too: it holds compressed files."""
+        limit = self._config.encode.max_queue_mib << 20
+        held = sum(ticket.file_bytes for ticket in self._tickets.values())
+        if held and held + more > limit:
+            raise EpdError(
+                ErrorKind.OVERLOADED,
+                f"{held} bytes of images wait already (encode.max_queue_mib)",
+                retry_after_s=1.0,
+            )
 
     def announce(self, ticket: Ticket) -> Handle:
         """Lease the finished rows to whoever is told the handle."""
@@ -170,6 +155,7 @@ class EncodeWorker:
             watch = Stopwatch()
             ticket.prepared = await self._images.prepare(ticket.job)
             ticket.preprocess_ms = watch.ms
+            ticket.job, ticket.file_bytes = replace(ticket.job, image=b""), 0
         except EpdError as error:
             self._fail(ticket, error)
         except Exception:
@@ -199,13 +185,8 @@ class EncodeWorker:
 
     def _runnable(self) -> bool:
         """Whether a batch could start: a full arena is the readers' business, not a stall."""
-        return any(
-            t.prepared is not None
-            and t.extent is None
-            and not t.finished.done()
-            and self._arena.largest_free >= t.nbytes
-            for t in self._tickets.values()
-        )
+        key = self._batcher.first
+        return key is not None and self._arena.largest_free >= self._tickets[key].nbytes
 
     def _reserve(self, key: int) -> bool:
         ticket = self._tickets[key]
@@ -241,24 +222,18 @@ class EncodeWorker:
         else:
             ticket.checksum = result
             metrics.IMAGES.labels(self.stage).inc()
+            metrics.observe_phases(self.stage, ticket.timing)
             ticket.finished.set_result(None)
         ticket.prepared = None
 
-    def _forward(self, batch: list[Ticket]) -> list[int | EpdError]:
-        """In the engine thread. If a batch raises, each image runs once alone, so
-        that only the one at fault fails."""
-        try:
-            return self._encode(batch)
-        except Exception as error:
-            if len(batch) == 1:
-                return [self._explain(batch[0], error)]
-            logger.warning("a batch of %d images raised %r: running each alone", len(batch), error)
-        return [self._forward([ticket])[0] for ticket in batch]
+    def _forward(self, batch: Sequence[Ticket]) -> list[int | EpdError]:
+        """In the engine thread: a sum for each image, or why there is none."""
+        return run_isolated(self._encode, batch, lambda ticket: ticket.job.request_id)
 
-    def _encode(self, batch: list[Ticket]) -> list[int | EpdError]:
+    def _encode(self, batch: Sequence[Ticket]) -> list[int]:
         images = [ticket.prepared for ticket in batch if ticket.prepared is not None]
         assert len(images) == len(batch)
-        sums: list[int | EpdError] = []
+        sums = []
         for ticket, rows in zip(batch, self._encoder.encode(images), strict=True):
             assert ticket.extent is not None
             place = self._arena.view(ticket.extent)
@@ -266,13 +241,6 @@ class EncodeWorker:
             place.view(rows.dtype).view(rows.shape).copy_(rows)
             sums.append(checksum(place))
         return sums
-
-    def _explain(self, ticket: Ticket, error: Exception) -> EpdError:
-        if isinstance(error, EpdError):
-            return error
-        extra = {"request": ticket.job.request_id}
-        logger.error("the vision tower raised", exc_info=error, extra=extra)
-        return internal(ticket.job.request_id)
 
     # -- the whole worker ---------------------------------------------------
 

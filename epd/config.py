@@ -36,6 +36,9 @@ class ModelConfig(_Section):
     """Batch-invariant numerics: same bits whatever the batch and the chunks."""
     threads: int = Field(1, ge=1)
     """torch threads of one stage process. On purpose 1: stages share the cores."""
+    kernels: Literal["auto", "off"] = "auto"
+    """"auto": compiled kernels where the CPU has AVX512_BF16, a compiler is there and the
+    model is bfloat16. "off": torch only. See docs/kernels.md."""
 
 
 class KvConfig(_Section):

@@ -31,6 +31,7 @@ async def serve(config: Config) -> None:
         exact=model.exact,
         threads=model.threads,
         block_tokens=config.kv.block_tokens,
+        kernels=model.kernels,
     )
     pool_bytes = num_blocks(config) * lm.kv_layout.block_bytes
     memory = OwnedMemory(config, lm.spec.fingerprint, pool_bytes // 2)

@@ -101,6 +101,11 @@ class Ticket:
     transfer_bytes: int = 0
 
     @property
+    def read_key(self) -> tuple[str, int]:
+        """Names its reads to the transfer engine."""
+        return ("embedding", self.key)
+
+    @property
     def total(self) -> int:
         return len(self.job.token_ids)
 

@@ -18,37 +18,34 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-
-import torch
 
 from epd.config import Config
-from epd.errors import EpdError, ErrorKind, invalid
-from epd.handoff import embedding_bytes, kv_contract
+from epd.errors import EpdError, invalid
+from epd.handoff import embedding_bytes
 from epd.jobs import FinishReason, PrefillJob, SampledToken, Stage
 from epd.kv.blocks import BlockAllocator
 from epd.kv.pool import KvPool
 from epd.models.lm import LanguageModel
 from epd.obs import metrics
 from epd.rpc.status import internal
+from epd.runtime.isolate import run_isolated
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.stage import Description, Load
 from epd.runtime.steps import StepLoop
 from epd.runtime.streams import Stopwatch, Streams
-from epd.sampling.params import finish_reason, validate
-from epd.sampling.state import SamplerState
-from epd.transfer.contract import Handle, Span
+from epd.sampling.params import finish_reason
+from epd.transfer.contract import Handle
 from prefill.embeddings import Landing
 from prefill.forward import Outcome, Runner
+from prefill.leasing import KvLessor
+from prefill.planning import Planner
 from prefill.scheduler import Chunk, Scheduler
 from prefill.ticket import (
     Admitted,
     EmbeddingFetched,
     FirstToken,
-    KvReady,
     ReadsTerminal,
     Ticket,
-    item_spans,
 )
 
 logger = logging.getLogger(__name__)
@@ -75,12 +72,12 @@ class PrefillWorker:
         self._landing = Landing(
             self.spec, config.prefill.landing_mib << 20, memory, self.steps.poke
         )
+        self._lessor = KvLessor(self.spec, self._pool, self._blocks, memory, self.steps.poke)
         self._runner = Runner(lm, self._pool, self._landing)
         limits = config.prefill
         self._scheduler = Scheduler(limits.step_tokens, limits.chunk_tokens, limits.max_queue)
         self._tickets: dict[int, Ticket] = {}
-        self._next_key = 0
-        self._planner = ThreadPoolExecutor(1, thread_name_prefix="prefill-positions")
+        self._planner = Planner(config, lm, self._pool.num_blocks, self._landing)
         self._background: set[asyncio.Task[None]] = set()
         self.streams = Streams(self.stage)
 
@@ -93,44 +90,12 @@ class PrefillWorker:
             EpdError: a parameter is wrong, the request can't fit even an idle worker,
                 the queue is full, or lost readers hold the pool.
         """
-        since = Stopwatch()
         self.memory.check_quarantine()
-        self._check(job)
-        loop = asyncio.get_running_loop()
-        ids = torch.tensor(job.token_ids)
-        positions, delta = await loop.run_in_executor(
-            self._planner, self._lm.positions, ids, job.items, job.prompt_length
-        )
-        prompt, output = job.token_ids[: job.prompt_length], job.token_ids[job.prompt_length :]
-        key, self._next_key = self._next_key, self._next_key + 1
-        ticket = Ticket(
-            key=key,
-            job=job,
-            positions=positions,
-            delta=delta,
-            spans=item_spans(job, self.spec.image_token_id),
-            sampler=SamplerState(job.sampling, prompt, output),
-            since=since,
-        )
-        self._scheduler.admit(key, ticket.total, ticket.spans)
-        self._tickets[key] = ticket
+        ticket = await self._planner.plan(job)
+        self._scheduler.admit(ticket.key, ticket.total, ticket.spans)
+        self._tickets[ticket.key] = ticket
         self.steps.poke()
         return ticket
-
-    def _check(self, job: PrefillJob) -> None:
-        limit = self._config.limits.max_top_logprobs
-        validate(job.sampling, self.spec.vocab_size, max_top_logprobs=limit)
-        generated = len(job.token_ids) - job.prompt_length
-        if generated >= job.sampling.max_tokens:
-            raise invalid("everything is generated already", "job.sampling.max_tokens")
-        if self._layout.blocks_for(len(job.token_ids)) > self._pool.num_blocks:
-            raise EpdError(
-                ErrorKind.CONTEXT_LENGTH_EXCEEDED,
-                f"the prompt has {len(job.token_ids)} tokens, prefill's pool "
-                f"(kv.prefill_tokens) holds {self._pool.num_blocks * self._layout.block_tokens}",
-                param="job.token_ids",
-            )
-        self._landing.check_fits(job.items)
 
     def embedding_ready(self, ticket: Ticket, index: int, handle: Handle) -> None:
         """Start reading one image's rows; reports EmbeddingFetched.
@@ -153,7 +118,7 @@ class PrefillWorker:
         watch = Stopwatch()
         try:
             stats = await self._landing.fetch(
-                _read_key(ticket), item, ticket.job.nonce, place, handle
+                ticket.read_key, item, ticket.job.nonce, place, handle
             )
         except EpdError as error:
             self._fail(ticket, error)
@@ -179,7 +144,7 @@ class PrefillWorker:
 
     async def _report_terminal(self, ticket: Ticket) -> None:
         bound = self._config.transfer.read_deadline_s
-        clean = await self.memory.engine.drain_reads(_read_key(ticket), bound)
+        clean = await self.memory.engine.drain_reads(ticket.read_key, bound)
         while ticket.in_step:
             await asyncio.sleep(0.001)
         self._tell_last(ticket, ReadsTerminal(clean))
@@ -224,14 +189,12 @@ class PrefillWorker:
         """Give back everything. Called once, when closed and in no step."""
         del self._tickets[ticket.key]
         self._free_landing(ticket)
-        self._blocks.free(ticket.blocks[ticket.announced :])
-        if ticket.lease is not None:
-            self.memory.end(ticket.lease, clean=not ticket.lost)
+        self._lessor.end(ticket)
         self.steps.poke()
 
     def _free_landing(self, ticket: Ticket) -> None:
         places, ticket.landing = list(ticket.landing.values()), {}
-        self._landing.free(places, _read_key(ticket))
+        self._landing.free(places, ticket.read_key)
 
     # -- steps --------------------------------------------------------------
 
@@ -274,14 +237,10 @@ class PrefillWorker:
 
     async def _run(self, work: list[tuple[Chunk, Ticket]]) -> list[Outcome | EpdError]:
         tokens = sum(chunk.tokens for chunk, _ in work)
-        try:
-            outcomes = await self.steps.run(lambda: self._runner.run(work), tokens)
-        except Exception:
-            requests = [ticket.job.request_id for _, ticket in work]
-            logger.exception("a prefill step raised", extra={"requests": requests})
-            return [internal(request) for request in requests]
         metrics.TOKENS.labels(self.stage).inc(tokens)
-        return list(outcomes)
+        return await self.steps.run(
+            lambda: run_isolated(self._runner.run, work, lambda one: one[1].job.request_id), tokens
+        )
 
     def _apply(self, chunk: Chunk, ticket: Ticket, outcome: Outcome | EpdError) -> None:
         if ticket.closed:
@@ -298,46 +257,11 @@ class PrefillWorker:
         if isinstance(outcome.token, EpdError):
             self._fail(ticket, outcome.token)
             return
-        self._announce(chunk, ticket)
+        ready = self._lessor.announce(ticket, chunk.end)
+        if ready is not None:
+            ticket.events.put(ready)
         if outcome.token is not None:
             self._first_token(ticket, outcome.token)
-
-    def _announce(self, chunk: Chunk, ticket: Ticket) -> None:
-        """Put newly sealed blocks under the lease, and tell."""
-        first, stop = ticket.announced, len(ticket.sums)
-        if first == stop:
-            return
-        blocks = ticket.blocks[first:stop]
-        nbytes = len(blocks) * self._layout.block_bytes
-        if ticket.lease is None:
-            ticket.lease = self.memory.leases.announce(
-                ticket.job.request_id, nbytes, lambda: self._free_blocks(blocks)
-            )
-        else:
-            self.memory.leases.extend(ticket.lease, nbytes, lambda: self._free_blocks(blocks))
-        ticket.announced = stop
-        tokens = min(stop * self._layout.block_tokens, chunk.end)
-        ticket.events.put(KvReady(first, self._handle(ticket, first, stop), tokens))
-
-    def _handle(self, ticket: Ticket, first: int, stop: int) -> Handle:
-        if self.memory.faults.fires("lease.stale"):
-            self._pool.block_bytes_view(ticket.blocks[first])[0] ^= 0xFF
-        moved = 1 if self.memory.faults.fires("lease.wrong_rows") else 0
-        size = self._layout.block_bytes
-        spans = [
-            Span(self._pool.address((block + moved) % self._pool.num_blocks), size, total)
-            for block, total in zip(ticket.blocks[first:stop], ticket.sums[first:stop], strict=True)
-        ]
-        return Handle(
-            owner=self.memory.peer,
-            contract=kv_contract(self.spec, self._layout, ticket.job.nonce),
-            spans=tuple(spans),
-            read_deadline_ms=self.memory.read_deadline_ms,
-        )
-
-    def _free_blocks(self, blocks: list[int]) -> None:
-        self._blocks.free(blocks)
-        self.steps.poke()
 
     def _first_token(self, ticket: Ticket, token: SampledToken) -> None:
         output = ticket.total - ticket.job.prompt_length + 1
@@ -349,8 +273,8 @@ class PrefillWorker:
         )
         self._free_landing(ticket)
         if not ticket.job.decode_follows:  # nobody will read them
-            blocks, ticket.blocks = ticket.blocks, []
-            self._free_blocks(blocks)
+            self._lessor.end(ticket)
+        metrics.observe_phases(self.stage, ticket.timing)
         self._tell_last(ticket, FirstToken(token, finish, ticket.total, ticket.timing))
 
     def _tell_last(self, ticket: Ticket, event: FirstToken | ReadsTerminal) -> None:
@@ -416,12 +340,8 @@ class PrefillWorker:
 
     async def shut_down(self) -> None:
         await self.steps.close()
-        self._planner.shutdown(wait=False, cancel_futures=True)
+        self._planner.close()
         await self.memory.close()
-
-
-def _read_key(ticket: Ticket) -> tuple[str, int]:
-    return ("embedding", ticket.key)
 
 
 def num_blocks(config: Config) -> int:

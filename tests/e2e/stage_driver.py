@@ -299,13 +299,14 @@ class _Run:
     on_kv: Callable[[prefill_pb2.KvReady], prefill_pb2.KvReady] = lambda ready: ready
     on_embedding: Callable[[common_pb2.Handle], common_pb2.Handle] = lambda handle: handle
     answer: Answer = field(default_factory=Answer)
+    prefill: Any = None
+    decode: Any = None
+    encodes: dict[int, Any] = field(default_factory=dict)
+    feeding: asyncio.Task[None] | None = None
 
     async def go(self) -> Answer:
         follows = self.request.sampling.max_tokens > 1
         self.prefill = await self.client.start_prefill(self.request, follows)
-        self.decode: Any = None
-        self.encodes: dict[int, Any] = {}
-        self.feeding: asyncio.Task[None] | None = None
         try:
             await self._prefill()
         except BaseException:

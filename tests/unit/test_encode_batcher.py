@@ -66,7 +66,7 @@ def test_nobody_overtakes_the_first_that_finds_no_place() -> None:
     assert asked == [0, 1]
     batcher.complete([0])
     assert batcher.next_batch(lambda key: key != 1) == []
-    assert batcher.runnable
+    assert batcher.first == 1
     assert batcher.next_batch(always) == [1, 2]
 
 
@@ -92,7 +92,7 @@ def test_prepared_after_abort_is_ignored() -> None:
     batcher.admit(0)
     batcher.abort(0)
     batcher.prepared(0, 5)
-    assert not batcher.runnable
+    assert batcher.first is None
 
 
 @settings(max_examples=200, deadline=None)

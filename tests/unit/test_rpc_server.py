@@ -50,7 +50,7 @@ async def serving(
 
 
 def count(outcome: str) -> float:
-    return metrics.REQUESTS.labels("decode", outcome)._value.get()
+    return float(metrics.REQUESTS.labels("decode", outcome)._value.get())
 
 
 async def nothing(context: Any) -> None:

@@ -1,0 +1,84 @@
+"""KV blocks as the owner announces them: sealed, leased, and given back once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from epd.handoff import kv_contract
+from epd.kv.blocks import BlockAllocator
+from epd.kv.pool import KvPool
+from epd.models.spec import ModelSpec
+from epd.runtime.memory import OwnedMemory
+from epd.transfer.contract import Handle, Span
+from prefill.ticket import KvReady, Ticket
+
+
+class KvLessor:
+    """`freed` is called when blocks became free."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pool: KvPool,
+        blocks: BlockAllocator,
+        memory: OwnedMemory,
+        freed: Callable[[], None],
+    ) -> None:
+        self._spec = spec
+        self._pool = pool
+        self._blocks = blocks
+        self._memory = memory
+        self._freed = freed
+
+    def announce(self, ticket: Ticket, computed: int) -> KvReady | None:
+        """Put newly sealed blocks under the ticket's lease; None if there are none.
+
+        `computed` is how many tokens of the request have KV.
+        """
+        first, stop = ticket.announced, len(ticket.sums)
+        if first == stop:
+            return None
+        blocks = ticket.blocks[first:stop]
+        nbytes = len(blocks) * self._pool.layout.block_bytes
+        leases = self._memory.leases
+        if ticket.lease is None:
+            ticket.lease = leases.announce(
+                ticket.job.request_id, nbytes, lambda: self._free(blocks)
+            )
+        else:
+            leases.extend(ticket.lease, nbytes, lambda: self._free(blocks))
+        ticket.announced = stop
+        tokens = min(stop * self._pool.layout.block_tokens, computed)
+        return KvReady(first, self._handle(ticket, first, stop), tokens)
+
+    def _handle(self, ticket: Ticket, first: int, stop: int) -> Handle:
+        blocks, sums = ticket.blocks[first:stop], ticket.sums[first:stop]
+        if self._memory.faults.fires("lease.stale"):
+            self._pool.block_bytes_view(blocks[0])[0] ^= 0xFF
+        if self._memory.faults.fires("lease.wrong_rows"):
+            blocks = [(block + 1) % self._pool.num_blocks for block in blocks]
+        size = self._pool.layout.block_bytes
+        return Handle(
+            owner=self._memory.peer,
+            contract=kv_contract(self._spec, self._pool.layout, ticket.job.nonce),
+            spans=tuple(
+                Span(self._pool.address(block), size, total)
+                for block, total in zip(blocks, sums, strict=True)
+            ),
+            read_deadline_ms=self._memory.read_deadline_ms,
+        )
+
+    def end(self, ticket: Ticket) -> None:
+        """Give back all blocks of a ticket: what was never announced is free now,
+        what was is free now after a clean end, else quarantined. No step may run on
+        them. Nothing happens the second time."""
+        unannounced, ticket.blocks = ticket.blocks[ticket.announced :], []
+        lease, ticket.lease = ticket.lease, None
+        if lease is not None:
+            self._memory.end(lease, clean=not ticket.lost)
+        ticket.announced = 0
+        self._free(unannounced)
+
+    def _free(self, blocks: list[int]) -> None:
+        self._blocks.free(blocks)
+        self._freed()

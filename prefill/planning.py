@@ -1,0 +1,77 @@
+"""From a job to a ticket: checks, position rows, placeholders. Nothing is held yet."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from epd.config import Config
+from epd.errors import EpdError, ErrorKind, invalid
+from epd.jobs import PrefillJob
+from epd.models.lm import LanguageModel
+from epd.runtime.streams import Stopwatch
+from epd.sampling.params import validate
+from epd.sampling.state import SamplerState
+from prefill.embeddings import Landing
+from prefill.ticket import Ticket, item_spans
+
+
+class Planner:
+    """Position rows are computed in a thread of their own: for a long prompt they
+    take a while, and the engine thread has better things to do."""
+
+    def __init__(
+        self, config: Config, lm: LanguageModel, num_blocks: int, landing: Landing
+    ) -> None:
+        self._lm = lm
+        self._num_blocks = num_blocks
+        self._landing = landing
+        self._max_top_logprobs = config.limits.max_top_logprobs
+        self._keys = itertools.count()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefill-positions")
+
+    async def plan(self, job: PrefillJob) -> Ticket:
+        """Tickets come back in the order of the calls.
+
+        Raises:
+            EpdError: a parameter is wrong, or the request can't fit an idle worker.
+        """
+        since = Stopwatch()
+        self._check(job)
+        positions, delta = await asyncio.get_running_loop().run_in_executor(
+            self._thread,
+            self._lm.positions,
+            torch.tensor(job.token_ids),
+            job.items,
+            job.prompt_length,
+        )
+        prompt, output = job.token_ids[: job.prompt_length], job.token_ids[job.prompt_length :]
+        return Ticket(
+            key=next(self._keys),
+            job=job,
+            positions=positions,
+            delta=delta,
+            spans=item_spans(job, self._lm.spec.image_token_id),
+            sampler=SamplerState(job.sampling, prompt, output),
+            since=since,
+        )
+
+    def _check(self, job: PrefillJob) -> None:
+        spec, layout = self._lm.spec, self._lm.kv_layout
+        validate(job.sampling, spec.vocab_size, max_top_logprobs=self._max_top_logprobs)
+        if len(job.token_ids) - job.prompt_length >= job.sampling.max_tokens:
+            raise invalid("everything is generated already", "job.sampling.max_tokens")
+        if layout.blocks_for(len(job.token_ids)) > self._num_blocks:
+            raise EpdError(
+                ErrorKind.CONTEXT_LENGTH_EXCEEDED,
+                f"the prompt has {len(job.token_ids)} tokens, prefill's pool "
+                f"(kv.prefill_tokens) holds {self._num_blocks * layout.block_tokens}",
+                param="job.token_ids",
+            )
+        self._landing.check_fits(job.items)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)

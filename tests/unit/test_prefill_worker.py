@@ -1,0 +1,239 @@
+"""The prefill worker's own logic, with a fake model and a fake transfer engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from epd.errors import EpdError, ErrorKind
+from epd.handoff import embedding_contract
+from epd.jobs import FinishReason, ImageItem
+from epd.transfer.arena import page_aligned
+from epd.transfer.checksum import checksum
+from epd.transfer.contract import Handle, Span
+from prefill.ticket import Admitted, EmbeddingFetched, FirstToken, KvReady, ReadsTerminal, Ticket
+from prefill.worker import PrefillWorker
+from tests.unit.fake_stage import IMAGE, POISON, FakeLm, FakeMemory, config, prefill_job
+
+
+class Bench:
+    def __init__(self, **settings: Any) -> None:
+        self.lm, self.memory = FakeLm(), FakeMemory()
+        lm: Any = self.lm
+        memory: Any = self.memory
+        self.worker = PrefillWorker(config(**settings), lm, memory, 1000)
+        self.worker.start()
+
+    @property
+    def used(self) -> Any:
+        return self.worker.state()["kv_blocks_used"]
+
+    def idle(self) -> None:
+        self.memory.now += 10
+        self.worker.tick()
+        self.worker.check_integrity()
+        assert self.used == 0
+        assert self.worker.state()["arena_bytes_used"] == 0
+        assert self.worker.state()["tickets"] == 0
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    made = Bench()
+    yield made
+    made.lm.gate.set()
+    await made.worker.shut_down()
+    made.idle()
+
+
+async def until(ticket: Ticket, kind: type) -> list[Any]:
+    """Events up to the first of `kind`."""
+    events: list[Any] = []
+    async with asyncio.timeout(5):
+        while not any(isinstance(event, kind) for event in events):
+            taken = await ticket.events.take()
+            assert taken, f"closed without {kind.__name__}: {events}"
+            events += taken
+    return events
+
+
+async def in_step(ticket: Ticket) -> None:
+    async with asyncio.timeout(5):
+        while not ticket.in_step:
+            await asyncio.sleep(0.001)
+
+
+async def test_events_in_order_and_blocks_sealed_once(bench: Bench) -> None:
+    ticket = await bench.worker.submit(prefill_job(range(20, 30)))
+    events = await until(ticket, FirstToken)
+    assert [type(e) for e in events] == [Admitted, KvReady, FirstToken]
+    assert events[1].tokens == 10
+    assert len(events[1].handle.spans) == 3
+    assert events[2].token.id == 30
+    assert events[2].kv_tokens == 10
+    assert bench.used == 3
+    bench.worker.close(ticket, clean=True)
+    assert bench.used == 0
+
+
+async def test_one_bad_request_fails_alone_and_the_worker_goes_on(bench: Bench) -> None:
+    bench.lm.gate.clear()
+    blocker = await bench.worker.submit(prefill_job([1]))
+    await in_step(blocker)  # so that the next two share a batch
+    good = await bench.worker.submit(prefill_job([20, 21]))
+    bad = await bench.worker.submit(prefill_job([20, POISON]))
+    bench.lm.gate.set()
+    assert (await until(good, FirstToken))[-1].token.id == 22
+    with pytest.raises(EpdError) as caught:
+        await until(bad, FirstToken)
+    assert caught.value.kind is ErrorKind.INTERNAL
+    assert [20, 21, 20, POISON] in bench.lm.batches
+    after = await bench.worker.submit(prefill_job([50]))
+    assert (await until(after, FirstToken))[-1].token.id == 51
+    for ticket in (blocker, good, bad, after):
+        bench.worker.close(ticket, clean=True)
+
+
+async def test_blocks_of_a_running_step_are_freed_after_it(bench: Bench) -> None:
+    bench.lm.gate.clear()
+    ticket = await bench.worker.submit(prefill_job(range(20, 30)))
+    await in_step(ticket)
+    bench.worker.close(ticket, clean=False)
+    await asyncio.sleep(0.05)
+    assert bench.used == 3
+    bench.lm.gate.set()
+    await asyncio.sleep(0.05)
+    assert bench.used == 0, "never announced: free at once after the step"
+
+
+async def test_cancel_reports_only_after_the_running_step(bench: Bench) -> None:
+    bench.lm.gate.clear()
+    ticket = await bench.worker.submit(prefill_job(range(20, 30)))
+    await until(ticket, Admitted)
+    await in_step(ticket)
+    bench.worker.cancel(ticket)
+    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(until(ticket, ReadsTerminal))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    bench.lm.gate.set()
+    assert (await waiting)[-1] == ReadsTerminal(True)
+    bench.worker.half_close(ticket)
+    assert await ticket.events.take() == []
+    bench.worker.close(ticket, clean=True)
+
+
+async def test_lost_blocks_wait_out_the_quarantine(bench: Bench) -> None:
+    ticket = await bench.worker.submit(prefill_job(range(20, 30)))
+    await until(ticket, FirstToken)
+    bench.worker.close(ticket, clean=False)
+    bench.worker.tick()
+    assert bench.used == 3
+    bench.memory.now += 1.1
+    bench.worker.tick()
+    assert bench.used == 0
+
+
+async def test_without_decode_nothing_is_announced_or_kept(bench: Bench) -> None:
+    ticket = await bench.worker.submit(prefill_job([20, 21], max_tokens=1, follows=False))
+    events = await until(ticket, FirstToken)
+    assert [type(e) for e in events] == [Admitted, FirstToken]
+    assert events[-1].finish is FinishReason.LENGTH
+    assert bench.used == 0
+    bench.worker.close(ticket, clean=True)
+
+
+async def test_a_request_waits_until_all_its_memory_is_free(bench: Bench) -> None:
+    """16 blocks: the first takes 10, the second needs 8, the third 1."""
+    first = await bench.worker.submit(prefill_job([20] * 40))
+    await until(first, FirstToken)
+    second = await bench.worker.submit(prefill_job([20] * 32))
+    third = await bench.worker.submit(prefill_job([20]))
+    await asyncio.sleep(0.05)
+    assert not second.admitted
+    assert not third.admitted, "nobody overtakes"
+    bench.worker.close(first, clean=True)
+    await until(second, FirstToken)
+    await until(third, FirstToken)
+    bench.worker.close(second, clean=True)
+    bench.worker.close(third, clean=True)
+
+
+def image(rows: int = 3) -> ImageItem:
+    return ImageItem(0, b"d" * 32, rows, (), 8, 8, 1)
+
+
+def announced(bench: Bench, memory: Any, nonce: int = 5, rows: int = 3) -> Handle:
+    span = Span(memory.data_ptr(), rows * 16, checksum(memory[: rows * 16]))
+    contract = embedding_contract(bench.lm.spec, rows, nonce)
+    return Handle(FakeMemory.peer, contract, (span,), 1000)
+
+
+async def test_an_image_is_read_verified_and_its_place_given_back(bench: Bench) -> None:
+    ids = [20, IMAGE, IMAGE, IMAGE, 21]
+    ticket = await bench.worker.submit(prefill_job(ids, items=(image(),)))
+    first = (await until(ticket, Admitted))[0]
+    assert first.missing_items == (0,)
+    await asyncio.sleep(0.05)
+    assert bench.lm.batches == [[20]], "the text before the image runs, no more"
+    rows = page_aligned(4096)
+    rows[:48] = 7
+    bench.worker.embedding_ready(ticket, 0, announced(bench, rows))
+    with pytest.raises(EpdError, match="not missing"):
+        bench.worker.embedding_ready(ticket, 0, announced(bench, rows))
+    events = await until(ticket, FirstToken)
+    assert next(e for e in events if isinstance(e, EmbeddingFetched)).transfer_bytes == 48
+    assert bench.worker.state()["arena_bytes_used"] == 0, "free once all rows are computed"
+    bench.worker.close(ticket, clean=True)
+
+
+async def test_a_place_that_a_read_may_write_into_is_not_given_back(bench: Bench) -> None:
+    ids = [20, IMAGE, IMAGE, IMAGE, 21]
+    ticket = await bench.worker.submit(prefill_job(ids, items=(image(),)))
+    await until(ticket, Admitted)
+    rows = page_aligned(4096)
+    bench.memory.engine.gate.clear()
+    bench.worker.embedding_ready(ticket, 0, announced(bench, rows))
+    await asyncio.sleep(0.02)
+    bench.worker.close(ticket, clean=True)
+    await asyncio.sleep(0.02)
+    assert bench.used == 0
+    assert bench.worker.state()["arena_bytes_used"] == 64
+    bench.memory.engine.gate.set()
+    await asyncio.sleep(0.02)
+    assert bench.worker.state()["arena_bytes_used"] == 0
+
+
+async def test_half_closing_without_the_images_is_an_error_and_after_them_a_release(
+    bench: Bench,
+) -> None:
+    ids = [20, IMAGE, IMAGE, IMAGE, 21]
+    ticket = await bench.worker.submit(prefill_job(ids, items=(image(),)))
+    await until(ticket, Admitted)
+    with pytest.raises(EpdError, match="half-closed"):
+        bench.worker.half_close(ticket)
+    bench.worker.close(ticket, clean=True)
+    text = await bench.worker.submit(prefill_job([20]))
+    bench.worker.half_close(text)  # early: nothing is missing, so it runs to its end
+    await until(text, FirstToken)
+    assert await text.events.take() == []
+    bench.worker.close(text, clean=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"ids": [20] * 65}, ErrorKind.CONTEXT_LENGTH_EXCEEDED),
+        ({"ids": [20], "max_tokens": 0}, ErrorKind.INVALID_REQUEST),
+        ({"ids": [IMAGE] * 3, "items": (image(1 << 20),)}, ErrorKind.IMAGE_TOO_LARGE),
+    ],
+)
+async def test_what_can_never_run_is_refused(
+    bench: Bench, change: dict[str, Any], kind: ErrorKind
+) -> None:
+    with pytest.raises(EpdError) as caught:
+        await bench.worker.submit(prefill_job(**change))
+    assert caught.value.kind is kind
