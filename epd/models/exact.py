@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from epd.models.kernels.linear import PackedLinear
+
 ROW_TILE: Final = 16
 """Rows of every matrix product; forwards are padded to a multiple of it."""
 
@@ -40,10 +42,11 @@ _TAYLOR: Final = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
 def make_row_invariant(model: nn.Module) -> None:
     """Let every `nn.Linear` of `model` run on tiles of `ROW_TILE` rows, in place.
 
-    Call it when the weights are on their device.
+    Call it when the weights are on their device. Layers that run on packed weights stay
+    as they are: they are row-invariant (`epd.models.kernels.linear`).
     """
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and not isinstance(module.forward, PackedLinear):
             module.forward = _TiledLinear(module)  # type: ignore[method-assign,assignment]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,9 @@ from epd.models import attention
 from epd.models.attention import SequenceSlice, plan_step
 from epd.models.checkpoint import load_part, read_spec
 from epd.models.exact import ROW_TILE, make_row_invariant
+from epd.models.kernels import build
+from epd.models.kernels.build import Library
+from epd.models.kernels.linear import LinearKernel, pack_linears
 from epd.models.spec import ModelSpec
 
 __all__ = ["ForwardBatch", "LanguageModel", "SequenceSlice"]
@@ -62,13 +65,23 @@ class LanguageModel:
     """A checkpoint without its vision tower. One thread at a time may call `forward`."""
 
     def __init__(
-        self, model: Any, spec: ModelSpec, *, device: torch.device, exact: bool, block_tokens: int
+        self,
+        model: Any,
+        spec: ModelSpec,
+        *,
+        device: torch.device,
+        exact: bool,
+        block_tokens: int,
+        kernels: Library | None = None,
     ) -> None:
         self.model = model.to(device)
         self.spec = spec
         self.device = device
         self.exact = exact
         self.kv_layout = _kv_layout(model.config.get_text_config(), spec.dtype, block_tokens)
+        self._kernels = kernels
+        if kernels is not None:
+            pack_linears(self.model, LinearKernel(kernels, torch.get_num_threads()))
         if exact:
             make_row_invariant(self.model)
 
@@ -82,8 +95,12 @@ class LanguageModel:
         exact: bool = False,
         threads: int = 1,
         block_tokens: int = 32,
+        kernels: Literal["auto", "off"] = "auto",
     ) -> LanguageModel:
         """Load the language model's weights only; sets torch's threads for the process.
+
+        `kernels`: "auto" uses the compiled ones (`epd.models.kernels`) where the model is
+        bfloat16 on a CPU that has them; the first load on a machine compiles them.
 
         Raises:
             EpdError: the checkpoint can't be served; the message says why.
@@ -91,12 +108,23 @@ class LanguageModel:
         torch.set_num_threads(threads)
         spec = read_spec(path, dtype)
         model = load_part(path, "lm", spec.dtype, attn=attention.NAME)
-        return cls(model, spec, device=torch.device(device), exact=exact, block_tokens=block_tokens)
+        place = torch.device(device)
+        fits = kernels == "auto" and place.type == "cpu" and spec.dtype == "bfloat16"
+        return cls(
+            model,
+            spec,
+            device=place,
+            exact=exact,
+            block_tokens=block_tokens,
+            kernels=build.load() if fits else None,
+        )
 
     @property
     def numerics_id(self) -> str:
         """Workers with equal ids compute equal bits in exact mode."""
         kernel = "exact/1" if self.exact else "sdpa/1"
+        if self._kernels is not None:
+            kernel += f"+kernels/{self._kernels.id}"
         parts = [kernel, _isa(self.device), self.spec.dtype, f"threads={torch.get_num_threads()}"]
         return ";".join([*parts, f"torch={torch.__version__}"])
 

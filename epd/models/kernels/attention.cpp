@@ -1,0 +1,2 @@
+// Attention over the paged cache.
+#include "common.h"

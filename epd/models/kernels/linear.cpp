@@ -1,0 +1,183 @@
+// Linear layers for few and for many rows, bfloat16, on CPUs with AVX512_BF16.
+//
+// Weights are packed once into panels of 32 outputs: [N/32][K/2][32][2], so that a
+// call reads them front to back, and so that one 32-bit broadcast of two activations
+// meets 16 outputs in one vdpbf16ps. Sizes that don't fit are padded with zeros.
+//
+// Every output is one chain of vdpbf16ps over k in order, however many rows there are
+// and wherever its row stands: the result is the same bits in every batch.
+#include "common.h"
+
+namespace {
+
+constexpr int64_t PANEL = 32;            // outputs of a panel: two vectors of float
+constexpr int MAX_ROWS = 12;             // rows of a register tile: 24 accumulators
+constexpr int64_t BLOCK_BYTES = 512 << 10;  // weights that stay in L2 over all row tiles
+constexpr int64_t AHEAD = 2048;          // bytes that the stream is prefetched ahead
+
+inline __m512bh load_bf16(const void* p) { return (__m512bh)_mm512_loadu_si512(p); }
+
+// How a tile prefetches while it computes: the stream ahead of itself, a share of the
+// next panel, or not at all.
+enum class Fetch { stream, share, none };
+
+// One panel times M rows. x: [K/2][M] pairs; share: where this tile's prefetches start.
+template <int M, Fetch F>
+void multiply(const int32_t* x, const bf16* w, int64_t pairs, const char* share, __m512 (*sum)[2]) {
+  __m512 a[M][2];
+  for (int m = 0; m < M; ++m) a[m][0] = a[m][1] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < pairs; ++k) {
+    if (F == Fetch::stream) {
+      _mm_prefetch((const char*)(w + k * 64) + AHEAD, _MM_HINT_T0);
+      _mm_prefetch((const char*)(w + k * 64) + AHEAD + 64, _MM_HINT_T0);
+    }
+    if (F == Fetch::share) _mm_prefetch(share + k * 64, _MM_HINT_T1);
+    const __m512bh w0 = load_bf16(w + k * 64), w1 = load_bf16(w + k * 64 + 32);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      const __m512bh b = (__m512bh)_mm512_set1_epi32(x[k * M + m]);
+      a[m][0] = _mm512_dpbf16_ps(a[m][0], w0, b);
+      a[m][1] = _mm512_dpbf16_ps(a[m][1], w1, b);
+    }
+  }
+  for (int m = 0; m < M; ++m) sum[m][0] = a[m][0], sum[m][1] = a[m][1];
+}
+
+using Multiply = void (*)(const int32_t*, const bf16*, int64_t, const char*, __m512 (*)[2]);
+template <Fetch F>
+constexpr Multiply MULTIPLY[MAX_ROWS + 1] = {
+    nullptr,         multiply<1, F>, multiply<2, F>, multiply<3, F>,  multiply<4, F>,
+    multiply<5, F>,  multiply<6, F>, multiply<7, F>, multiply<8, F>,  multiply<9, F>,
+    multiply<10, F>, multiply<11, F>, multiply<12, F>};
+
+// Rows are cut into tiles of nearly equal height.
+struct Tiles {
+  int64_t rows, count;
+  explicit Tiles(int64_t m) : rows(m), count((m + MAX_ROWS - 1) / MAX_ROWS) {}
+  int64_t start(int64_t tile) const { return rows * tile / count; }
+  int height(int64_t tile) const { return int(start(tile + 1) - start(tile)); }
+};
+
+// [K/2][height] pairs of one tile; an odd last column gets a zero beside it.
+void pack_rows(const bf16* x, int64_t stride, int height, int64_t k, int32_t* out) {
+  const int64_t pairs = k / 2;
+  for (int64_t p = 0; p < pairs; ++p)
+    for (int m = 0; m < height; ++m) memcpy(out++, x + m * stride + 2 * p, 4);
+  if (k % 2)
+    for (int m = 0; m < height; ++m) *out++ = x[m * stride + k - 1];
+}
+
+// Memory of this thread for `count` pairs; kept for the next call.
+int32_t* scratch(int64_t count) {
+  thread_local std::vector<int32_t> memory;
+  if (int64_t(memory.size()) < count) memory.resize(count);
+  return memory.data();
+}
+
+struct Call {
+  const bf16 *weight, *bias;
+  bf16* y;
+  int64_t n, pairs, ldy;
+};
+
+void store(const Call& c, int64_t panel, int64_t row, int height, const __m512 (*sum)[2]) {
+  const int64_t first = panel * PANEL, left = c.n - first;
+  const __mmask32 mask = left >= PANEL ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
+  __m512 b0 = _mm512_setzero_ps(), b1 = b0;
+  if (c.bias) {
+    const __m512i b = _mm512_maskz_loadu_epi16(mask, c.bias + first);
+    b0 = widen(_mm512_castsi512_si256(b));
+    b1 = widen(_mm512_extracti64x4_epi64(b, 1));
+  }
+  for (int m = 0; m < height; ++m) {
+    const __m512bh out = _mm512_cvtne2ps_pbh(sum[m][1] + b1, sum[m][0] + b0);
+    _mm512_mask_storeu_epi16(c.y + (row + m) * c.ldy + first, mask, (__m512i)out);
+  }
+}
+
+// All rows of panels [from, to).
+void run_block(const Call& c, const Tiles& tiles, const int32_t* x, int64_t from, int64_t to) {
+  const bool stream = tiles.count <= 2;  // memory is the limit: fetch ahead
+  __m512 sum[MAX_ROWS][2];
+  for (int64_t t = 0; t < tiles.count; ++t) {
+    const int height = tiles.height(t);
+    const int32_t* rows = x + tiles.start(t) * c.pairs;
+    for (int64_t panel = from; panel < to; ++panel) {
+      const bf16* w = c.weight + panel * c.pairs * 64;
+      const char* next = (const char*)(w + c.pairs * 64) + t * c.pairs * 64;
+      const auto& table = !stream            ? MULTIPLY<Fetch::none>
+                          : tiles.count == 1 ? MULTIPLY<Fetch::stream>
+                                             : MULTIPLY<Fetch::share>;
+      table[height](rows, w, c.pairs, next, sum);
+      store(c, panel, tiles.start(t), height, sum);
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Bytes of the packed form of a weight [n, k].
+int64_t epd_linear_packed_bytes(int64_t n, int64_t k) {
+  return (n + PANEL - 1) / PANEL * ((k + 1) / 2) * 64 * int64_t(sizeof(bf16));
+}
+
+// w: [n, k], rows `ldw` apart. out: epd_linear_packed_bytes, aligned to 64.
+void epd_linear_pack(const bf16* w, int64_t ldw, int64_t n, int64_t k, bf16* out, int threads) {
+  const int64_t pairs = (k + 1) / 2, panels = (n + PANEL - 1) / PANEL;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t panel = 0; panel < panels; ++panel)
+    for (int64_t j = 0; j < PANEL; ++j) {
+      const int64_t row = panel * PANEL + j;
+      bf16* to = out + panel * pairs * 64 + j * 2;
+      for (int64_t p = 0; p < pairs; ++p) {
+        to[p * 64] = row < n ? w[row * ldw + 2 * p] : 0;
+        to[p * 64 + 1] = row < n && 2 * p + 1 < k ? w[row * ldw + 2 * p + 1] : 0;
+      }
+    }
+}
+
+// y [m, n] = x [m, k] times weight, plus bias where there is one; rows ldx and ldy apart.
+void epd_linear(const bf16* x, int64_t ldx, int64_t m, const bf16* weight, const bf16* bias,
+                int64_t n, int64_t k, bf16* y, int64_t ldy, int threads) {
+  const int64_t pairs = (k + 1) / 2, panels = (n + PANEL - 1) / PANEL;
+  const Tiles tiles(m);
+  int32_t* rows = scratch(m * pairs);
+  for (int64_t t = 0; t < tiles.count; ++t)
+    pack_rows(x + tiles.start(t) * ldx, ldx, tiles.height(t), k, rows + tiles.start(t) * pairs);
+  const Call call{weight, bias, y, n, pairs, ldy};
+  int64_t block = tiles.count <= 2 ? 1 : BLOCK_BYTES / (pairs * 64 * 2);
+  block = std::max<int64_t>(1, std::min(block, panels / threads));
+  const int64_t blocks = (panels + block - 1) / block;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int64_t i = 0; i < blocks; ++i)
+    run_block(call, tiles, rows, i * block, std::min(panels, (i + 1) * block));
+}
+
+// Reads `bytes` with the same threads, and does nothing else: the floor of a decode step.
+float epd_read(const char* data, int64_t bytes, int threads) {
+  float total = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1) reduction(+ : total)
+  {
+    int count = 1, me = 0;
+#ifdef _OPENMP
+    count = omp_get_num_threads(), me = omp_get_thread_num();
+#endif
+    const int64_t lines = bytes / 64, from = lines * me / count, to = lines * (me + 1) / count;
+    __m512 a = _mm512_setzero_ps(), b = a, c = a, d = a;
+    int64_t i = from;
+    for (; i + 4 <= to; i += 4) {
+      const char* p = data + i * 64;
+      for (int j = 0; j < 4; ++j) _mm_prefetch(p + AHEAD + 64 * j, _MM_HINT_T0);
+      a += _mm512_loadu_ps(p);
+      b += _mm512_loadu_ps(p + 64);
+      c += _mm512_loadu_ps(p + 128);
+      d += _mm512_loadu_ps(p + 192);
+    }
+    for (; i < to; ++i) a += _mm512_loadu_ps(data + i * 64);
+    total += _mm512_reduce_add_ps(a + b + c + d);
+  }
+  return total;
+}
+}

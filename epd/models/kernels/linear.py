@@ -1,0 +1,153 @@
+"""Linear layers on packed bfloat16 weights.
+
+Each output is one chain of operations over the inputs in order, so that a row's bits
+don't depend on how many rows there are: no mode is needed for that.
+
+Shapes: m rows, n outputs, k inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterable
+from ctypes import c_int, c_int64, c_void_p
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from epd.models.kernels.build import Library
+
+_HUGE: Final = 2 << 20
+_ALIGN: Final = 64
+
+
+class LinearKernel:
+    """The C functions, and the number of threads that they use."""
+
+    def __init__(self, library: Library, threads: int) -> None:
+        self.threads = threads
+        c = library.handle
+        self._bytes = c.epd_linear_packed_bytes
+        self._bytes.argtypes, self._bytes.restype = [c_int64, c_int64], c_int64
+        self._pack = c.epd_linear_pack
+        self._pack.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int]
+        self.run = c.epd_linear
+        rows = (c_void_p, c_int64, c_int64)
+        self.run.argtypes = (*rows, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int)
+        self.run.restype = None
+
+    def packed_bytes(self, weight: Tensor) -> int:
+        """Bytes of the packed form of [n, k], a multiple of 64."""
+        return int(self._bytes(*weight.shape))
+
+    def pack(self, weight: Tensor, out: Tensor) -> None:
+        """Write the packed form of a bfloat16 weight into `out`, uint8, 64-aligned."""
+        assert weight.dtype is torch.bfloat16
+        assert weight.stride(1) == 1
+        assert out.numel() == self.packed_bytes(weight)
+        assert out.data_ptr() % _ALIGN == 0
+        n, k = weight.shape
+        self._pack(weight.data_ptr(), weight.stride(0), n, k, out.data_ptr(), self.threads)
+
+
+class PackedLinear:
+    """`nn.Linear.forward` on a packed weight: [..., k] to [..., n], both bfloat16."""
+
+    def __init__(self, kernel: LinearKernel, linear: nn.Linear, packed: Tensor) -> None:
+        self._run, self._threads = kernel.run, kernel.threads
+        self._n, self._k = linear.out_features, linear.in_features
+        self._packed, self._bias = packed, linear.bias
+        self._weight_at = packed.data_ptr()
+        self._bias_at = None if linear.bias is None else linear.bias.data_ptr()
+
+    def __call__(self, x: Tensor, *_: Any) -> Tensor:
+        n, k = self._n, self._k
+        assert x.dtype is torch.bfloat16
+        assert x.shape[-1] == k
+        if not x.is_contiguous():
+            x = x.contiguous()
+        y = x.new_empty((*x.shape[:-1], n))
+        m = y.numel() // n
+        weight, bias = self._weight_at, self._bias_at
+        self._run(x.data_ptr(), k, m, weight, bias, n, k, y.data_ptr(), n, self._threads)
+        return y
+
+
+def pack_linears(model: nn.Module, kernel: LinearKernel) -> None:
+    """Let every bfloat16 `nn.Linear` of a CPU model run on its packed weight, in place.
+
+    The packed weights lie in one region of huge pages, in the order of the model. The
+    plain ones are let go of, except where another module uses them (tied embeddings).
+    """
+    linears: list[Any] = [module for module in model.modules() if _can_run(module)]
+    sizes = [kernel.packed_bytes(linear.weight) for linear in linears]
+    region = huge_pages(sum(sizes))
+    shared = _shared_weights(model)
+    start = 0
+    for linear, size in zip(linears, sizes, strict=True):
+        packed = region[start : start + size]
+        start += size
+        weight = linear.weight.detach()
+        kernel.pack(weight, packed)
+        linear.forward = PackedLinear(kernel, linear, packed)
+        if weight.data_ptr() not in shared:
+            linear.weight = nn.Parameter(weight.to("meta"), requires_grad=False)
+            _give_back(weight)
+
+
+def _can_run(module: nn.Module) -> bool:
+    if type(module) is not nn.Linear:  # a subclass may compute something else
+        return False
+    tensors = [module.weight] if module.bias is None else [module.weight, module.bias]
+    return all(t.dtype is torch.bfloat16 and t.device.type == "cpu" for t in tensors)
+
+
+def _shared_weights(model: nn.Module) -> set[int]:
+    """Addresses of parameters that more than one module holds."""
+    seen: set[int] = set()
+    twice: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            (twice if parameter.data_ptr() in seen else seen).add(parameter.data_ptr())
+    return twice
+
+
+def huge_pages(nbytes: int) -> Tensor:
+    """[nbytes] uint8, in 2 MiB pages where the kernel gives them on request.
+
+    A stream over 4 KiB pages is slower: measured, docs/kernels.md.
+    """
+    memory = torch.empty(nbytes + 2 * _HUGE, dtype=torch.uint8)
+    start = -memory.data_ptr() % _HUGE
+    whole = -(-nbytes // _HUGE) * _HUGE
+    _advise(memory.data_ptr() + start, whole, mmap.MADV_HUGEPAGE)
+    return memory[start : start + nbytes]
+
+
+def _give_back(weight: Tensor) -> None:
+    """Let the pages that `weight` alone lies on leave this process's resident memory.
+
+    A checkpoint's file is mapped whole, so they stay mapped as long as any part of it
+    is in use. Nothing reads them any more; those of a file would be read again.
+    """
+    page = mmap.PAGESIZE
+    first = -(-weight.data_ptr() // page) * page
+    last = (weight.data_ptr() + weight.numel() * weight.element_size()) // page * page
+    if last > first:
+        _advise(first, last - first, mmap.MADV_DONTNEED)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    """Advice only: where the system doesn't take it, nothing is wrong."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [c_void_p, ctypes.c_size_t, c_int]
+    libc.madvise(address, nbytes, advice)
+
+
+def packed_names(model: nn.Module) -> Iterable[str]:
+    """Names of the linear layers that run on packed weights."""
+    return (
+        name for name, module in model.named_modules() if isinstance(module.forward, PackedLinear)
+    )
