@@ -1,0 +1,48 @@
+"""One service of real processes for all cases: starting it costs more than most tests.
+
+Tests are named after the case that they prove (`docs/cases.md`). Each ends on the proof
+that no block, lease, stream or process was left, or lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cases.site import Site
+from tests.e2e.cluster import Cluster
+
+
+@pytest.fixture(scope="session")
+def site() -> Iterator[Site]:
+    """A web server on loopback, allow-listed at `cluster`'s gateway."""
+    with Site() as site:
+        yield site
+
+
+@pytest.fixture(scope="session")
+def running(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    settings = {
+        "fetch.mode": "allow-list",
+        "fetch.hosts": f"127.0.0.1:{site.port}",
+        "fetch.allow_private": True,
+        "fetch.total_s": 4,
+        "fetch.max_bytes": 1 << 20,
+        "encode.decode_cpu_s": 3,
+    }
+    cluster = Cluster(tmp_path_factory.mktemp("cases"), settings=settings)
+    cluster.start()
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def cluster(running: Cluster, site: Site) -> Iterator[Cluster]:
+    """The service; a test that costs it a process, or anything that stays, fails."""
+    site.reset()
+    before = running.pids
+    yield running
+    running.assert_clean()
+    assert running.pids == before
+    assert all(member.alive for member in running.members)
