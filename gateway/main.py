@@ -142,7 +142,7 @@ class Gateway:
         await self._public.set_serving(True)
         await self._http.start()
         self._tasks = [
-            asyncio.create_task(sweep_forever(self.registry, config.dead_s)),
+            asyncio.create_task(sweep_forever(self.registry)),
             asyncio.create_task(self._prune_forever()),
         ]
         return {"http": self._http.address, "grpc": public, "membership": membership}

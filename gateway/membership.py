@@ -114,9 +114,9 @@ def card_from_hello(hello: pb.Hello) -> Card:
     )
 
 
-async def sweep_forever(registry: Registry, dead_s: float) -> None:
+async def sweep_forever(registry: Registry) -> None:
     """Notice silent workers: stopped processes and cut links, which end no stream."""
     while True:
-        await asyncio.sleep(dead_s / 8)
+        await asyncio.sleep(registry.sweep_s)
         for worker in registry.sweep():
             _log.warning("%s is silent: dropped", card_identity(worker.card))

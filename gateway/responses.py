@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from gateway.openai import Encoder, error_event
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+_DISCARD_S = 5.0
 _LINGER_S = 5.0
 """How long after its deadline a stream may wait for a client that doesn't read."""
 
@@ -30,26 +32,43 @@ async def read_body(request: Request, limit: int) -> bytes:
     """The whole body.
 
     Raises:
-        EpdError: REQUEST_TOO_LARGE, as soon as that is known.
+        EpdError: REQUEST_TOO_LARGE.
         ClientGone: it left while sending.
     """
-    too_large = EpdError(ErrorKind.REQUEST_TOO_LARGE, f"the body has more than {limit} bytes")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
-        raise too_large
+        raise await _too_large(request, limit)
     chunks: list[bytes] = []
     size = 0
-    while True:
+    async for chunk in _body_chunks(request):
+        size += len(chunk)
+        if size > limit:
+            raise await _too_large(request, limit)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+async def _body_chunks(request: Request) -> AsyncIterator[bytes]:
+    more = True
+    while more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > limit:
-            raise too_large
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            return b"".join(chunks)
+        yield message.get("body", b"")
+        more = message.get("more_body", False)
+
+
+async def _too_large(request: Request, limit: int) -> EpdError:
+    """A client that is still sending would see a reset instead of the answer: as much
+    again is read and thrown away first."""
+    left = limit
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_S):
+            async for chunk in _body_chunks(request):
+                left -= len(chunk)
+                if left < 0:
+                    break
+    return EpdError(ErrorKind.REQUEST_TOO_LARGE, f"the body has more than {limit} bytes")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -118,9 +118,14 @@ class Registry:
         self._dtype = dtype
         self._dead_s = dead_s
         self._clock = clock
+        self._swept = clock()
         self._workers: dict[str, Worker] = {}
         self._turn = 0
         self._change = asyncio.Event()
+
+    @property
+    def sweep_s(self) -> float:
+        return self._dead_s / 8
 
     # --- membership ------------------------------------------------------------------
 
@@ -165,8 +170,18 @@ class Registry:
         self._wake()
 
     def sweep(self) -> list[Worker]:
-        """Drop every worker that was silent for too long; returns them."""
-        limit = self._clock() - self._dead_s
+        """Drop every worker that was silent for too long; returns them. To be called
+        every `sweep_s`.
+
+        Time that this process itself lost (it was stopped, or its loop was held up)
+        is nobody's silence: heartbeats may be waiting to be read.
+        """
+        now = self._clock()
+        lost = max(0.0, now - self._swept - 2 * self.sweep_s)
+        self._swept = now
+        for worker in self._workers.values():
+            worker.last_seen = min(now, worker.last_seen + lost)
+        limit = now - self._dead_s
         silent = [worker for worker in self._workers.values() if worker.last_seen < limit]
         for worker in silent:
             self.drop(worker, f"silent for {self._dead_s:g} s")

@@ -12,6 +12,7 @@ import pytest
 from openai import OpenAI
 
 from tests.e2e.cluster import ROOT, Cluster
+from tests.e2e.gateway_house import empty, house, loaded  # noqa: F401 (fixtures)
 
 MakeCluster = Callable[..., Cluster]
 PICTURES = ROOT / "demo" / "pictures"

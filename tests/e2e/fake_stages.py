@@ -130,6 +130,7 @@ class Fake:
         self._server = Server(stage, [service], RpcConfig(), _MESSAGE)
         add(self, self._server.grpc)
         self._member: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
         self.beating = asyncio.Event()
         self.beating.set()
 
@@ -142,7 +143,13 @@ class Fake:
         self._member = asyncio.create_task(self._join(membership))
 
     async def stop(self) -> None:
-        """End as a killed process does: its calls break, its membership ends."""
+        """End as a killed process does: its calls break, its membership ends. May be
+        called twice, and from a hook (whose call it breaks)."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
         if self._member is not None:
             self._member.cancel()
             with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):

@@ -3,146 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from epd.config import Config
 from epd.errors import ErrorKind
 from epd.jobs import Stage
-from gateway.app import counts
-from gateway.main import Gateway, Loaded, load
-from protos.epd.v1 import common_pb2
-from tests.e2e.fake_stages import Call, Fake, Script, fail, hang
-from tests.e2e.http_client import Connection, Reply, get, post
+from gateway.main import Loaded
+from protos.epd.v1 import common_pb2, decode_pb2
+from tests.e2e.fake_stages import Call, fail, hang
+from tests.e2e.gateway_house import CHAT, House, config, raw
+from tests.e2e.http_client import Connection, get
 
-CHECKPOINT = Path(__file__).parents[2] / "demo" / "checkpoint"
-CHAT = "/v1/chat/completions"
 pytestmark = pytest.mark.timeout(30)
-
-
-def config(**gateway: Any) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": str(CHECKPOINT), "name": "demo"},
-            "gateway": {
-                "http_port": 0,
-                "grpc_port": 0,
-                "membership_port": 0,
-                "heartbeat_s": 0.05,
-                "dead_s": 0.5,
-                "cancel_bound_s": 1.0,
-                "preprocess_workers": 0,
-                **gateway,
-            },
-            "limits": {"max_inflight": 8, "max_body_bytes": 1 << 20},
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Loaded:
-    return load(config())
-
-
-class House:
-    """A gateway and its fakes."""
-
-    def __init__(self, loaded: Loaded, config: Config) -> None:
-        self.script = Script()
-        self.gateway = Gateway(config, loaded)
-        self.fakes: list[Fake] = []
-        self.http = self.grpc = self._membership = ""
-        self._hello = {
-            "fingerprint": loaded.spec.fingerprint,
-            "dtype": loaded.spec.dtype,
-            "kv_layout": "kv-block-major/1",
-            "kv_block_shape": [4, 2],
-        }
-
-    async def start(self) -> None:
-        addresses = await self.gateway.start()
-        self.http, self.grpc = addresses["http"], addresses["grpc"]
-        self._membership = addresses["membership"]
-
-    async def add(self, stage: Stage, name: str = "", port: int = 0) -> Fake:
-        epoch = len(self.fakes) + 1
-        fake = Fake(stage, name or str(stage), self.script, {**self._hello, "epoch": epoch})
-        self.fakes.append(fake)
-        await fake.start(self._membership, port)
-        async with asyncio.timeout(5):
-            while fake.address not in {w.card.address for w in self._live(stage)}:
-                await asyncio.sleep(0.01)
-        return fake
-
-    def _live(self, stage: Stage) -> list[Any]:
-        return self.gateway.registry.live(stage)
-
-    async def settled(self) -> None:
-        """Every call is closed, on both sides."""
-        service = self.gateway.service
-        async with asyncio.timeout(5):
-            while any(
-                counts(service)[what] for what in ("in_flight", "runs", "teardowns", "streams")
-            ) or any(fake.calls for fake in self.fakes):
-                await asyncio.sleep(0.01)
-
-    async def close(self) -> None:
-        await self.gateway.close()
-        for fake in self.fakes:
-            await fake.stop()
-
-    @property
-    def journal(self) -> list[str]:
-        return self.script.journal
-
-    async def chat(self, **fields: Any) -> Reply:
-        return await post(self.http, CHAT, body(**fields))
-
-    async def stream(self, **fields: Any) -> list[Any]:
-        reply = await self.chat(stream=True, **fields)
-        assert reply.status == 200, reply.body
-        return reply.events()
-
-
-@pytest.fixture
-async def empty(loaded: Loaded) -> AsyncIterator[House]:
-    """A gateway without workers. Afterwards nothing may be left over."""
-    house = House(loaded, config())
-    await house.start()
-    try:
-        yield house
-        await house.settled()
-    finally:
-        await house.close()
-
-
-@pytest.fixture
-async def house(empty: House) -> House:
-    """One worker of each stage."""
-    for stage in Stage:
-        await empty.add(stage)
-    return empty
-
-
-def picture(colour: str = "red", size: tuple[int, int] = (64, 48)) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    Image.new("RGB", size, colour).save(buffer, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def body(*, images: int = 0, **fields: Any) -> dict[str, Any]:
-    colours = ("red", "green", "blue")
-    content = [picture(colours[i]) for i in range(images)]
-    messages = [{"role": "user", "content": [*content, {"type": "text", "text": "what is it?"}]}]
-    return {"model": "demo", "messages": messages, "max_tokens": 64, **fields}
 
 
 def text_of(events: list[Any]) -> str:
@@ -265,12 +140,6 @@ async def test_first_token_is_sent_before_decode_has_fetched(house: House) -> No
     assert (await anext(events))["choices"][0]["delta"]["content"] != ""
     go.set()
     assert [event async for event in events][-1] == "[DONE]"
-
-
-def raw(**fields: Any) -> bytes:
-    import json
-
-    return json.dumps(body(**fields)).encode()
 
 
 async def test_decode_may_have_everything_before_the_first_token(house: House) -> None:
@@ -608,8 +477,6 @@ async def test_a_gap_in_the_tokens_is_a_fault(house: House) -> None:
     async def skip(call: Call) -> None:
         if call.token == 3:
             call.worker.script.hooks.pop("decode.token")
-            from protos.epd.v1 import decode_pb2
-
             token = common_pb2.Token(id=300)
             tokens = decode_pb2.Tokens(first_index=7, tokens=[token])
             await call.context.write(decode_pb2.DecodeEvent(tokens=tokens))
@@ -623,8 +490,6 @@ async def test_repeated_tokens_are_dropped(house: House) -> None:
     expected = (await house.chat()).json()["choices"][0]["message"]["content"]
 
     async def repeat(call: Call) -> None:
-        from protos.epd.v1 import decode_pb2
-
         index = call.token - 1
         tokens = [common_pb2.Token(id=house.script.output[index])]
         message = decode_pb2.Tokens(first_index=index, tokens=tokens)

@@ -103,12 +103,27 @@ def test_silence_is_death(registry: Registry, clock: Clock) -> None:
     silent, loud = registry.join(card("a:1")), registry.join(card("b:1"))
     stream = Stream()
     silent.streams.add(stream)
-    clock.now = 1.5
-    registry.heard(loud)
-    clock.now = 2.5
-    assert registry.sweep() == [silent]
+    dropped = []
+    for step in range(1, 11):
+        clock.now = step * registry.sweep_s
+        if step == 5:
+            registry.heard(loud)
+        dropped += registry.sweep()
+        assert dropped == ([] if clock.now <= 2.0 else [silent])
     assert "silent" in stream.errors[0].message
     assert registry.live(Stage.DECODE) == [loud]
+
+
+def test_time_that_the_gateway_lost_is_nobodys_silence(registry: Registry, clock: Clock) -> None:
+    """Its own loop was held up for a minute: the heartbeats wait in its sockets."""
+    worker = registry.join(card())
+    clock.now = 60.0
+    assert registry.sweep() == []
+    assert registry.live(Stage.DECODE) == [worker]
+    for _ in range(10):
+        clock.now += registry.sweep_s
+        registry.sweep()
+    assert worker.gone
 
 
 @pytest.mark.parametrize("flag", ["draining", "suspect", "gone"])

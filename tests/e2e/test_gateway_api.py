@@ -1,0 +1,426 @@
+"""What clients see of the gateway: HTTP and gRPC surface, over scripted stages."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+import openai
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from epd.config import Config
+from epd.errors import ErrorKind
+from epd.jobs import Stage
+from epd.rpc.channels import dial
+from epd.rpc.membership_client import MembershipClient
+from gateway.main import Loaded
+from protos.epd.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc, membership_pb2
+from tests.e2e.fake_stages import Call, fail, hang
+from tests.e2e.gateway_house import CHAT, House, body, config, picture
+from tests.e2e.http_client import Connection, Reply, get, post
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def error_of(reply: Reply, status: int) -> dict[str, Any]:
+    assert reply.status == status, reply.body
+    error: dict[str, Any] = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+# --- HTTP --------------------------------------------------------------------------------
+
+
+async def test_openais_own_client_is_content(house: House) -> None:
+    client = openai.AsyncOpenAI(base_url=f"http://{house.http}/v1", api_key="x", max_retries=0)
+    async with client:
+        models = await client.models.list()
+        assert [model.id for model in models.data] == ["demo"]
+        request: dict[str, Any] = body(images=2, logprobs=True, top_logprobs=0)
+        whole = await client.chat.completions.create(**request)
+        chunks = [
+            chunk
+            async for chunk in await client.chat.completions.create(
+                **request, stream=True, stream_options={"include_usage": True}
+            )
+        ]
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+    entries = whole.choices[0].logprobs.content
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode() == text
+    assert {entry.logprob for entry in entries} == {-0.5}
+    assert all(entry.top_logprobs == [] for entry in entries)
+
+
+async def test_logprobs_of_each_chunk_cover_its_text(house: House) -> None:
+    house.script.tokens_per_message = 3
+    events = await house.stream(logprobs=True)
+    chunks = [e["choices"][0] for e in events if e != "[DONE]" and e["choices"]]
+    for chunk in chunks:
+        entries = (chunk["logprobs"] or {"content": []})["content"]
+        raw = b"".join(bytes(entry["bytes"]) for entry in entries)
+        assert raw.decode() == chunk["delta"].get("content", "")
+
+
+async def test_minus_infinity_becomes_a_number(house: House) -> None:
+    house.script.alternatives = 2
+
+    async def nothing(call: Call) -> None:
+        pass
+
+    house.script.hooks["decode.token"] = nothing
+    reply = await house.chat(logprobs=True, top_logprobs=2)
+    assert reply.status == 200
+    reply.json()  # refuses NaN and Infinity
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_bad_input_is_json_and_never_a_stream(house: House, stream: bool) -> None:
+    fields: list[tuple[dict[str, Any], str | None]] = [
+        ({"messages": []}, "messages"),
+        ({"model": "gpt-4"}, "model"),
+        ({"temperature": 9}, "temperature"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "a" * 100_000}]}, "messages"),
+    ]
+    for change, param in fields:
+        reply = await house.chat(stream=stream, **change)
+        assert error_of(reply, 400)["param"] == param
+        assert reply.headers["content-type"] == "application/json"
+        assert reply.headers["x-request-id"].startswith("chatcmpl-")
+    assert house.journal == []
+
+
+@pytest.mark.parametrize(
+    ("url", "param"),
+    [
+        ("data:image/png;base64,SGVsbG8gV29ybGQ=", "messages[0].content[0].image_url.url"),
+        ("data:image/png;base64,", "messages[0].content[0].image_url.url"),
+        ("https://example.com/cat.png", "messages[0].content[0].image_url.url"),
+    ],
+)
+async def test_what_is_no_picture_is_named(house: House, url: str, param: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    reply = await house.chat(messages=[{"role": "user", "content": [part]}])
+    assert error_of(reply, 400)["param"] == param
+    assert house.journal == []
+
+
+async def test_an_unknown_model_does_not_say_server_error(house: House) -> None:
+    error = error_of(await house.chat(model="gpt-4"), 400)
+    assert (error["code"], error["type"]) == ("model_not_found", "invalid_request_error")
+
+
+async def test_context_length_states_the_numbers(house: House) -> None:
+    limit = house.gateway.service.preparer.max_context
+    used = (await house.chat(max_tokens=1)).json()["usage"]["prompt_tokens"]
+    error = error_of(await house.chat(max_tokens=limit - used + 1), 400)
+    assert error["code"] == "context_length_exceeded"
+    for number in (limit, limit + 1, used, limit - used + 1):
+        assert str(number) in error["message"]
+    assert (await house.chat(max_tokens=limit - used)).status == 200
+
+
+async def test_limits_come_from_the_workers(empty: House) -> None:
+    empty.capacity = {"max_context": 40}
+    for stage in Stage:
+        await empty.add(stage)
+    assert empty.gateway.service.preparer.max_context == 40
+    error = error_of(await empty.chat(max_tokens=39), 400)
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"model": NaN}', b"\x00"])
+async def test_a_body_that_is_no_json_is_400(house: House, raw: bytes) -> None:
+    error_of(await post(house.http, CHAT, raw), 400)
+
+
+async def test_a_body_over_the_cap_is_413(house: House) -> None:
+    big = b'{"model": "' + b"a" * (1 << 20) + b'"}'
+    assert error_of(await post(house.http, CHAT, big), 413)["code"] == "request_too_large"
+
+
+async def test_unknown_routes_and_methods_answer_in_json(house: House) -> None:
+    error_of(await get(house.http, "/v1/nothing"), 404)
+    error_of(await get(house.http, CHAT), 405)
+    error_of(await get(house.http, "/v1/models/other"), 404)
+    assert (await get(house.http, "/v1/models/demo")).json()["id"] == "demo"
+
+
+async def test_too_many_requests_are_429(house: House) -> None:
+    house.script.hooks["prefill.job"] = hang
+    most = house.gateway.service.config.limits.max_inflight
+    open_ = [await Connection.send(house.http, "POST", CHAT, _body()) for _ in range(most)]
+    async with asyncio.timeout(5):
+        while house.gateway.service.inflight < most:
+            await asyncio.sleep(0.01)
+    reply = await house.chat()
+    assert error_of(reply, 429)["code"] == "overloaded"
+    assert int(reply.headers["retry-after"]) >= 1
+    for connection in open_:
+        connection.close()
+    await house.settled()
+    house.script.hooks.clear()
+    assert (await house.chat()).status == 200
+
+
+def _body() -> bytes:
+    import json
+
+    return json.dumps(body()).encode()
+
+
+async def test_health_metrics_and_state(house: House) -> None:
+    await house.chat()
+    assert (await get(house.http, "/health")).status == 200
+    page = (await get(house.http, "/metrics")).body.decode()
+    assert 'epd_requests_total{outcome="ok",stage="gateway"}' in page
+    assert 'epd_phase_seconds_count{phase="prefill",stage="gateway"}' in page
+    await house.settled()
+    state = (await get(house.http, "/debug/state")).json()
+    assert (state["in_flight"], state["runs"], state["streams"]) == (0, 0, 0)
+    assert len(state["workers"]) == 3
+
+
+async def test_a_clients_request_id_is_logged(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    reply = await post(house.http, CHAT, body(), x_request_id="mine-42")
+    assert reply.headers["x-request-id"] != "mine-42"
+    assert any("mine-42" in record.getMessage() for record in caplog.records)
+
+
+async def test_a_draining_gateway_refuses_what_is_new(house: House) -> None:
+    go = asyncio.Event()
+
+    async def wait(call: Call) -> None:
+        await go.wait()
+
+    house.script.hooks["decode.fetch"] = wait
+    running = asyncio.create_task(house.chat())
+    async with asyncio.timeout(5):
+        while house.gateway.service.inflight == 0:
+            await asyncio.sleep(0.01)
+    draining = asyncio.create_task(house.gateway.drain(5))
+    await asyncio.sleep(0.05)
+    error_of(await house.chat(), 503)
+    assert (await get(house.http, "/ready")).status == 503
+    assert (await get(house.http, "/health")).status == 200
+    go.set()
+    assert (await running).status == 200
+    await draining
+
+
+# --- membership --------------------------------------------------------------------------
+
+
+async def test_a_stranger_is_refused_with_both_values(house: House) -> None:
+    hello = membership_pb2.Hello(
+        stages=[membership_pb2.STAGE_DECODE],
+        address="127.0.0.1:1",
+        epoch=9,
+        fingerprint="other weights",
+        dtype=house.hello["dtype"],
+    )
+    async with dial(house.membership, house.gateway.service.config.rpc) as channel:
+        from protos.epd.v1 import membership_pb2_grpc
+
+        call = membership_pb2_grpc.MembershipStub(channel).Join()
+        await call.write(membership_pb2.WorkerReport(hello=hello))
+        reply = await call.read()
+        assert "other weights" in reply.refused.reason
+        assert house.hello["fingerprint"] in reply.refused.reason
+        assert await call.read() is grpc.aio.EOF
+    assert len(house.gateway.registry.live(Stage.DECODE)) == 1
+
+
+async def test_the_real_client_joins_reports_and_leaves(empty: House) -> None:
+    hello = membership_pb2.Hello(
+        stages=[membership_pb2.STAGE_PREFILL], address="127.0.0.1:1", epoch=9, **empty.hello
+    )
+    beat = membership_pb2.Heartbeat(running=2, waiting=3, steps=7, serving=True)
+    client = MembershipClient(
+        "prefill", [empty.membership], hello, lambda: beat, empty.gateway.service.config.rpc
+    )
+    client.start()
+    registry = empty.gateway.registry
+    async with asyncio.timeout(5):
+        while not (registry.workers and registry.workers[0].steps == 7):
+            await asyncio.sleep(0.01)
+        assert registry.workers[0].load == 5
+        client.leave(1.0)
+        while registry.workers[0].state != "draining":
+            await asyncio.sleep(0.01)
+        await client.close()
+        while registry.workers:
+            await asyncio.sleep(0.01)
+
+
+# --- gRPC --------------------------------------------------------------------------------
+
+
+def chat_request(*, images: int = 0, **options: Any) -> gateway_pb2.ChatRequest:
+    import base64
+
+    url = picture()["image_url"]["url"]
+    file = base64.b64decode(url.partition(",")[2])
+    parts = [gateway_pb2.ContentPart(image=file) for _ in range(images)]
+    parts.append(gateway_pb2.ContentPart(text="what is it?"))
+    message = gateway_pb2.Message(role=gateway_pb2.ROLE_USER, parts=parts)
+    options.setdefault("max_tokens", 64)
+    return gateway_pb2.ChatRequest(
+        messages=[message], options=gateway_pb2.GenerationOptions(**options)
+    )
+
+
+class Public:
+    """A client of the public gRPC API."""
+
+    def __init__(self, house: House) -> None:
+        self.channel = dial(house.grpc, house.gateway.service.config.rpc)
+        self.stub = gateway_pb2_grpc.GatewayStub(self.channel)
+
+    async def chat(self, request: gateway_pb2.ChatRequest, **call: Any) -> list[Any]:
+        return [event async for event in self.stub.Chat(request, **call)]
+
+
+@pytest.fixture
+async def public(house: House) -> Any:
+    client = Public(house)
+    yield client
+    await client.channel.close()
+
+
+async def test_grpc_says_what_http_says(house: House, public: Public) -> None:
+    whole = (await house.chat(images=1)).json()
+    events = await public.chat(chat_request(images=1))
+    kinds = [event.WhichOneof("kind") for event in events]
+    assert kinds[0] == "accepted"
+    assert kinds[-1] == "finished"
+    assert set(kinds[1:-1]) == {"delta"}
+    text = "".join(event.delta.text for event in events[1:-1])
+    assert text == whole["choices"][0]["message"]["content"]
+    finished = events[-1].finished
+    assert finished.reason == common_pb2.FINISH_REASON_STOP
+    usage = whole["usage"]
+    assert finished.usage.prompt_tokens == usage["prompt_tokens"]
+    assert finished.usage.completion_tokens == usage["completion_tokens"]
+    assert finished.usage.image_tokens == usage["prompt_tokens_details"]["image_tokens"] > 0
+    assert "prefill" in [phase.name for phase in finished.timeline.phases]
+
+
+async def test_grpc_options_reach_the_stages(house: House, public: Public) -> None:
+    await public.chat(chat_request(temperature=0.5, seed=2**63 + 1, top_k=3, ignore_eos=True))
+    sampling = house.script.jobs_of(Stage.PREFILL)[0].sampling
+    assert (sampling.temperature, sampling.seed, sampling.top_k) == (0.5, 2**63 + 1, 3)
+    assert sampling.ignore_eos
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"temperature": float("nan")}, "options.temperature"),
+        ({"temperature": float("inf")}, "options.temperature"),
+        ({"max_tokens": 0}, "options.max_tokens"),
+        ({"logit_bias": {10**6: 1.0}}, "options.logit_bias.1000000"),
+        ({"stop_token_ids": [10**9]}, "options.stop_token_ids[0]"),
+        ({"top_logprobs": 3}, "options.top_logprobs"),
+    ],
+)
+async def test_grpc_names_the_bad_field(
+    public: Public, house: House, change: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await public.chat(chat_request(**change))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert _info(caught.value).metadata["param"] == param
+    assert house.journal == []
+
+
+def _info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
+    status = status_pb2.Status.FromString(
+        dict(error.trailing_metadata())["grpc-status-details-bin"]
+    )
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    return info
+
+
+async def test_grpc_refuses_messages_that_say_nothing(public: Public) -> None:
+    for request in (
+        gateway_pb2.ChatRequest(),
+        gateway_pb2.ChatRequest(messages=[gateway_pb2.Message()]),
+        gateway_pb2.ChatRequest(
+            messages=[
+                gateway_pb2.Message(
+                    role=gateway_pb2.ROLE_USER, parts=[gateway_pb2.ContentPart(image=b"no image")]
+                )
+            ]
+        ),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await public.chat(request)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert _info(caught.value).metadata["param"].startswith("messages")
+
+
+async def test_a_fault_ends_the_grpc_call_with_its_status(house: House, public: Public) -> None:
+    house.script.hooks["decode.token"] = fail(ErrorKind.CHECKSUM_MISMATCH)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await public.chat(chat_request())
+    assert caught.value.code() is grpc.StatusCode.DATA_LOSS
+    assert _info(caught.value).reason == "checksum_mismatch"
+
+
+async def test_a_grpc_client_may_leave(house: House, public: Public) -> None:
+    reached = asyncio.Event()
+
+    async def wait(call: Call) -> None:
+        reached.set()
+        await hang(call)
+
+    house.script.hooks["decode.token"] = wait
+    call = public.stub.Chat(chat_request())
+    await call.read()
+    async with asyncio.timeout(5):
+        await reached.wait()
+    call.cancel()
+    await house.settled()
+    assert "decode: Cancel" in house.journal
+
+
+async def test_a_grpc_deadline_is_the_requests(house: House, public: Public) -> None:
+    house.script.hooks["decode.fetch"] = hang
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await public.chat(chat_request(), timeout=0.5)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await house.settled()
+
+
+async def test_grpc_lists_models_and_is_healthy(public: Public) -> None:
+    models = (await public.stub.ListModels(gateway_pb2.ListModelsRequest())).models
+    assert [model.id for model in models] == ["demo"]
+    assert list(models[0].input_modalities) == ["text", "image"]
+    check = health_pb2.HealthCheckRequest(service="epd.v1.Gateway")
+    reply = await health_pb2_grpc.HealthStub(public.channel).Check(check)
+    assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_port_in_use_is_said_so(house: House, loaded: Loaded) -> None:
+    from epd.errors import EpdError
+
+    port = int(house.http.rpartition(":")[2])
+    tree = config().model_dump()
+    tree["gateway"]["http_port"] = port
+    other = House(loaded, Config.model_validate(tree))
+    with pytest.raises(EpdError, match=str(port)):
+        await other.start()
+    await other.close()
