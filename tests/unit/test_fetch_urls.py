@@ -72,6 +72,8 @@ def test_a_url_has_one_reading(text: str, url: str) -> None:
         ("http://[::1%25lo]/", "can't be read"),
         ("http://[fe80::1%eth0]/", "can't be read"),
         ("http://[::g]/", "can't be read"),
+        ("http://[127.0.0.1]/", "can't be read"),
+        ("http://[::127.0.0.1.1]/", "a number"),
         ("http://[::1/", "can't be read"),
         ("http://::1/", "can't be read"),
         ("http://example.com:0/", "no port 0"),
