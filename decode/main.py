@@ -37,6 +37,7 @@ async def serve(config: Config) -> None:
     pool_tokens = num_blocks(config) * config.kv.block_tokens
     context = max_context(config, lm.spec, pool_tokens)
     worker = DecodeWorker(config, lm, memory, context)
+    worker.warm_up()
     facts = ModelFacts(
         fingerprint=lm.spec.fingerprint,
         vocab_size=lm.spec.vocab_size,
@@ -46,6 +47,8 @@ async def serve(config: Config) -> None:
     )
 
     def add_service(server: Server) -> None:
-        decode_pb2_grpc.add_DecodeServicer_to_server(DecodeService(worker, facts), server.grpc)
+        decode_pb2_grpc.add_DecodeServicer_to_server(
+            DecodeService(worker, facts, config.limits.request_deadline_s), server.grpc
+        )
 
     await serve_worker(config, worker, "epd.v1.Decode", add_service, config.rpc.control_bytes)

@@ -18,7 +18,7 @@ from epd.rpc.convert import (
     token_to_proto,
 )
 from epd.rpc.jobs import ModelFacts, decode_job_from_proto
-from epd.runtime.streams import first_job, read_into
+from epd.runtime.streams import deadline, first_job, read_into
 from protos.epd.v1 import common_pb2, decode_pb2_grpc
 from protos.epd.v1 import decode_pb2 as pb
 
@@ -26,9 +26,10 @@ Context = grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeEvent]
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
-    def __init__(self, worker: DecodeWorker, facts: ModelFacts) -> None:
+    def __init__(self, worker: DecodeWorker, facts: ModelFacts, deadline_s: float) -> None:
         self._worker = worker
         self._facts = facts
+        self._deadline_s = deadline_s
 
     async def Run(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.DecodeRequest], context: Context
@@ -39,7 +40,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             ticket = self._worker.submit(job)
             fail.append(ticket.events.close)
             try:
-                await self._serve(ticket, context)
+                async with deadline(context, self._deadline_s):
+                    await self._serve(ticket, context)
             finally:
                 self._worker.close(ticket)
 

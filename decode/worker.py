@@ -74,6 +74,10 @@ class DecodeWorker:
         self.steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable)
         self.streams = Streams(self.stage)
 
+    def warm_up(self) -> None:
+        """Before the first request: it should not pay for a cold start."""
+        self._runner.warm_up()
+
     # -- one request --------------------------------------------------------
 
     def submit(self, job: DecodeJob) -> Ticket:

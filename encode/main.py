@@ -39,7 +39,9 @@ async def serve(config: Config) -> None:
     )
 
     def add_service(server: Server) -> None:
-        encode_pb2_grpc.add_EncodeServicer_to_server(EncodeService(worker, facts), server.grpc)
+        encode_pb2_grpc.add_EncodeServicer_to_server(
+            EncodeService(worker, facts, config.limits.request_deadline_s), server.grpc
+        )
 
     await pictures.start()
     await serve_worker(config, worker, "epd.v1.Encode", add_service, config.rpc.encode_bytes)

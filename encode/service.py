@@ -15,7 +15,7 @@ from encode.worker import EncodeWorker
 from epd.errors import EpdError, ErrorKind, invalid
 from epd.rpc.convert import handle_to_proto, timing_to_proto
 from epd.rpc.jobs import ModelFacts, encode_job_from_proto
-from epd.runtime.streams import first_job, next_message
+from epd.runtime.streams import deadline, first_job, next_message
 from protos.epd.v1 import encode_pb2 as pb
 from protos.epd.v1 import encode_pb2_grpc
 
@@ -23,9 +23,10 @@ Context = grpc.aio.ServicerContext[pb.EncodeRequest, pb.EncodeEvent]
 
 
 class EncodeService(encode_pb2_grpc.EncodeServicer):
-    def __init__(self, worker: EncodeWorker, facts: ModelFacts) -> None:
+    def __init__(self, worker: EncodeWorker, facts: ModelFacts, deadline_s: float) -> None:
         self._worker = worker
         self._facts = facts
+        self._deadline_s = deadline_s
 
     async def Run(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.EncodeRequest], context: Context
@@ -38,7 +39,8 @@ class EncodeService(encode_pb2_grpc.EncodeServicer):
             del message  # the file's bytes must not live as long as the lease
             clean = False
             try:
-                clean = await self._serve(ticket, failed, context)
+                async with deadline(context, self._deadline_s):
+                    clean = await self._serve(ticket, failed, context)
             finally:
                 self._worker.close(ticket, clean=clean)
 

@@ -70,6 +70,9 @@ class PrefillConfig(_Section):
     """Token budget of one forward over all requests."""
     chunk_tokens: int = Field(512, ge=1)
     """Most tokens of one request in one forward."""
+    step_ms: float = Field(250.0, ge=0)
+    """What a forward should take: the budget shrinks to it, by measurement, since a
+    cancelled request goes on until the running forward is done. 0: always step_tokens."""
     landing_mib: int = Field(256, ge=1)
     """Registered memory that embeddings are read into."""
     max_queue: int = Field(256, ge=1)

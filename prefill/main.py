@@ -37,6 +37,7 @@ async def serve(config: Config) -> None:
     memory = OwnedMemory(config, lm.spec.fingerprint, pool_bytes // 2)
     context = max_context(config, lm.spec)
     worker = PrefillWorker(config, lm, memory, context)
+    worker.warm_up()
     facts = ModelFacts(
         fingerprint=lm.spec.fingerprint,
         vocab_size=lm.spec.vocab_size,
@@ -46,6 +47,8 @@ async def serve(config: Config) -> None:
     )
 
     def add_service(server: Server) -> None:
-        prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillService(worker, facts), server.grpc)
+        prefill_pb2_grpc.add_PrefillServicer_to_server(
+            PrefillService(worker, facts, config.limits.request_deadline_s), server.grpc
+        )
 
     await serve_worker(config, worker, "epd.v1.Prefill", add_service, config.rpc.control_bytes)

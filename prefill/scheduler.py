@@ -145,10 +145,11 @@ class Scheduler:
         if request is not None:
             request.ready.add(index)
 
-    def next_batch(self) -> list[Chunk]:
-        """Chunks of the next forward; empty when nothing can run."""
+    def next_batch(self, budget: int | None = None) -> list[Chunk]:
+        """Chunks of the next forward; empty when nothing can run. `budget` lowers
+        `step_tokens` for this batch."""
         batch: list[Chunk] = []
-        budget = self._step_tokens
+        budget = min(self._step_tokens, budget or self._step_tokens)
         for request in list(self._running.values()):
             if budget <= 0:
                 break

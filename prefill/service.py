@@ -17,7 +17,7 @@ from epd.rpc.convert import (
     token_to_proto,
 )
 from epd.rpc.jobs import ModelFacts, prefill_job_from_proto
-from epd.runtime.streams import first_job, read_into
+from epd.runtime.streams import deadline, first_job, read_into
 from prefill.ticket import (
     Admitted,
     EmbeddingFetched,
@@ -35,9 +35,10 @@ Context = grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillEvent]
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
-    def __init__(self, worker: PrefillWorker, facts: ModelFacts) -> None:
+    def __init__(self, worker: PrefillWorker, facts: ModelFacts, deadline_s: float) -> None:
         self._worker = worker
         self._facts = facts
+        self._deadline_s = deadline_s
 
     async def Run(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.PrefillRequest], context: Context
@@ -49,7 +50,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             fail.append(ticket.events.close)
             clean = False
             try:
-                clean = await self._serve(ticket, context)
+                async with deadline(context, self._deadline_s):
+                    clean = await self._serve(ticket, context)
             finally:
                 self._worker.close(ticket, clean=clean)
 

@@ -35,6 +35,7 @@ from epd.runtime.steps import StepLoop
 from epd.runtime.streams import Stopwatch, Streams
 from epd.sampling.params import finish_reason
 from epd.transfer.contract import Handle
+from prefill.budget import StepBudget
 from prefill.embeddings import Landing
 from prefill.forward import Outcome, Runner
 from prefill.leasing import KvLessor
@@ -75,11 +76,16 @@ class PrefillWorker:
         self._lessor = KvLessor(self.spec, self._pool, self._blocks, memory, self.steps.poke)
         self._runner = Runner(lm, self._pool, self._landing)
         limits = config.prefill
+        self._budget = StepBudget(limits.step_tokens, limits.step_ms)
         self._scheduler = Scheduler(limits.step_tokens, limits.chunk_tokens, limits.max_queue)
         self._tickets: dict[int, Ticket] = {}
         self._planner = Planner(config, lm, self._pool.num_blocks, self._landing)
         self._background: set[asyncio.Task[None]] = set()
         self.streams = Streams(self.stage)
+
+    def warm_up(self) -> None:
+        """Before the first request: it should not pay for a cold start."""
+        self._runner.warm_up()
 
     # -- one request --------------------------------------------------------
 
@@ -220,7 +226,7 @@ class PrefillWorker:
 
     async def _step(self) -> bool:
         self._admit()
-        chunks = self._scheduler.next_batch()
+        chunks = self._scheduler.next_batch(self._budget.tokens)
         if not chunks:
             return False
         work = [(chunk, self._tickets[chunk.key]) for chunk in chunks]
@@ -228,6 +234,7 @@ class PrefillWorker:
             ticket.in_step = True
         watch = Stopwatch()
         outcomes = await self._run(work)
+        self._budget.observe(sum(chunk.tokens for chunk in chunks), watch.ms)
         for (chunk, ticket), outcome in zip(work, outcomes, strict=True):
             ticket.in_step = False
             ticket.run_ms += watch.ms
@@ -314,6 +321,7 @@ class PrefillWorker:
             "arena_bytes_used": self._landing.arena.used_bytes,
             "arena_bytes": self._landing.arena.nbytes,
             "steps": self.steps.steps,
+            "step_budget": self._budget.tokens,
             "background": len(self._background),
             "tasks": len(asyncio.all_tasks()),
             **self.memory.state(),

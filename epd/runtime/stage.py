@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import json
 import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,6 +34,7 @@ from protos.epd.v1 import membership_pb2 as pb
 
 logger = logging.getLogger(__name__)
 _WATCH_S = 0.25
+_STUCK_EXIT_S = 15.0
 _TO_PROTO = {
     Stage.ENCODE: pb.STAGE_ENCODE,
     Stage.PREFILL: pb.STAGE_PREFILL,
@@ -174,7 +177,13 @@ async def _until_stop(
 
 
 async def _watch(config: Config, worker: Worker, server: Server) -> None:
-    """Health means progress: work and no step for too long is NOT_SERVING."""
+    """Health means progress: work and no step for too long is NOT_SERVING.
+
+    Raises:
+        EpdError: the transfer engine has been stuck for long. Its lock is not ours, so
+            only a new process helps.
+    """
+    stuck_since: float | None = None
     while True:
         worker.tick()
         stalled = worker.steps.stalled_for()
@@ -183,6 +192,10 @@ async def _watch(config: Config, worker: Worker, server: Server) -> None:
             log = logger.info if serving else logger.error
             log("health changes", extra={"serving": serving, "stalled_s": round(stalled, 1)})
         await server.set_serving(serving)
+        stuck_since = None if worker.healthy() else stuck_since or time.monotonic()
+        if stuck_since and time.monotonic() - stuck_since > _STUCK_EXIT_S:
+            faulthandler.dump_traceback(2)  # stderr, whatever replaced sys.stderr
+            raise EpdError(ErrorKind.INTERNAL, "the transfer engine is stuck; restart this worker")
         await asyncio.sleep(_WATCH_S)
 
 

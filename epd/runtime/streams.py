@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -34,6 +34,30 @@ async def next_message(context: grpc.aio.ServicerContext[Message, Any]) -> Messa
         return message  # type: ignore[no-any-return]
     await asyncio.sleep(SETTLE_S)
     return None
+
+
+@asynccontextmanager
+async def deadline(
+    context: grpc.aio.ServicerContext[Any, Any], default_s: float
+) -> AsyncIterator[None]:
+    """Nothing waits for ever: the client's deadline ends the call (gRPC cancels it),
+    `default_s` does where the client gave none.
+
+    Raises:
+        EpdError: DEADLINE_EXCEEDED, `default_s` is over.
+    """
+    if context.time_remaining() is not None:
+        yield
+        return
+    try:
+        async with asyncio.timeout(default_s) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise EpdError(
+            ErrorKind.DEADLINE_EXCEEDED, f"not done within {default_s:g} s (the server's limit)"
+        ) from None
 
 
 async def first_job(context: grpc.aio.ServicerContext[Any, Any]) -> Any:

@@ -72,6 +72,18 @@ def test_requests_share_a_step_and_a_long_one_does_not_hold_up_a_short_one() -> 
     assert run(scheduler) == [(0, 8, 16), (1, 2, 3)]
 
 
+def test_a_lower_budget_holds_for_one_batch() -> None:
+    scheduler = Scheduler(step_tokens=10, chunk_tokens=10, max_queue=10)
+    scheduler.admit(0, 30)
+    scheduler.admit(1, 30)
+    scheduler.reserve(always)
+    chunks = scheduler.next_batch(budget=4)
+    assert [(chunk.key, chunk.tokens) for chunk in chunks] == [(0, 4)]
+    for chunk in chunks:
+        scheduler.complete(chunk)
+    assert run(scheduler) == [(1, 0, 10)]
+
+
 def test_who_was_served_goes_to_the_back() -> None:
     scheduler = Scheduler(4, 4, 10)
     for key in range(3):

@@ -20,7 +20,7 @@ from epd.rpc.channels import dial
 from epd.rpc.server import Server
 from epd.rpc.status import from_rpc_error
 from epd.runtime.mailbox import Mailbox
-from epd.runtime.streams import Streams, next_message, read_into
+from epd.runtime.streams import Streams, deadline, next_message, read_into
 from protos.epd.v1 import decode_pb2, decode_pb2_grpc
 
 Behaviour = Callable[[Any], Awaitable[None]]
@@ -155,6 +155,22 @@ async def test_half_close_and_cancel_are_told_apart() -> None:
                 call.cancel()
             expected = "half-close" if how == "half-close" else "lost"
             assert await asyncio.wait_for(ends.get(), 5) == expected
+
+
+async def test_a_call_without_a_deadline_gets_the_servers() -> None:
+    async def wait(context: Any) -> None:
+        async with deadline(context, 0.1):
+            await asyncio.sleep(10)
+
+    async with serving(wait) as (_, channel):
+        call = decode_pb2_grpc.DecodeStub(channel).Run()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(call.read(), 5)
+        assert from_rpc_error(caught.value).kind is ErrorKind.DEADLINE_EXCEEDED
+        patient = decode_pb2_grpc.DecodeStub(channel).Run(timeout=0.5)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await patient.read()
+        assert "the server's limit" not in str(caught.value.details())
 
 
 async def test_a_fault_while_reading_ends_the_stream_through_its_mailbox() -> None:

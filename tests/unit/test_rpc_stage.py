@@ -1,0 +1,182 @@
+"""The life of a stage process, in this process, with a worker that does nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from epd.config import Config, load_config
+from epd.errors import EpdError, ErrorKind
+from epd.jobs import Stage
+from epd.runtime import stage as stage_module
+from epd.runtime.stage import Description, Load, serve_worker
+from epd.runtime.steps import StepLoop
+from epd.runtime.streams import Streams
+
+SERVING, NOT_SERVING = 1, 2
+
+
+class IdleWorker:
+    stage = Stage.DECODE
+
+    def __init__(self) -> None:
+        self.busy = self.broken = False
+        self.well = True
+        self.closed = False
+        self.ticks = 0
+        self.streams = Streams(self.stage)
+        self.steps = StepLoop(self.stage, self._step, lambda: self.busy)
+
+    async def _step(self) -> bool:
+        assert not self.broken, "bookkeeping"
+        return False
+
+    def describe(self) -> Description:
+        return Description(1, "f", "float32", "n")
+
+    def load(self) -> Load:
+        return Load(0, 0)
+
+    def state(self) -> Mapping[str, object]:
+        return {"tickets": 0, "streams": len(self.streams)}
+
+    def check_integrity(self) -> None:
+        pass
+
+    def healthy(self) -> bool:
+        return self.well
+
+    def tick(self) -> None:
+        self.ticks += 1
+
+    def start(self) -> asyncio.Task[None]:
+        return self.steps.start()
+
+    async def shut_down(self) -> None:
+        await self.steps.close()
+        self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(stage_module, "_WATCH_S", 0.02)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def config(grace_s: float = 1.0) -> Config:
+    return load_config(None, {"worker.stall_s": 0.2, "worker.grace_s": grace_s}, {})
+
+
+@asynccontextmanager
+async def running(
+    worker: IdleWorker, capsys: pytest.CaptureFixture[str], grace_s: float = 1.0
+) -> AsyncIterator[tuple[asyncio.Task[None], str]]:
+    serving = asyncio.create_task(
+        serve_worker(config(grace_s), worker, "epd.v1.Decode", lambda server: None, 1 << 20)
+    )
+    out = ""
+    async with asyncio.timeout(5):
+        while "READY" not in (out := out + capsys.readouterr().out):
+            await asyncio.sleep(0.01)
+    facts = json.loads(out.removeprefix("READY "))
+    assert facts["stage"] == "decode"
+    assert facts["pid"] == os.getpid()
+    try:
+        yield serving, facts["address"]
+    finally:
+        if not serving.done():
+            os.kill(os.getpid(), signal.SIGTERM)
+            await serving
+
+
+async def health(address: str) -> int:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service="epd.v1.Decode"))
+        return int(answer.status)
+
+
+async def until(address: str, status: int) -> None:
+    async with asyncio.timeout(5):
+        while await health(address) != status:
+            await asyncio.sleep(0.02)
+
+
+async def test_health_means_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = IdleWorker()
+    async with running(worker, capsys) as (_, address):
+        await until(address, SERVING)
+        worker.busy = True  # work, and no step
+        await until(address, NOT_SERVING)
+        await worker.steps.run(lambda: None, 1)
+        await until(address, SERVING)
+        worker.busy = False
+        await asyncio.sleep(0.3)
+        assert await health(address) == SERVING, "without work there is no stall"
+        assert worker.ticks > 3
+
+
+async def test_a_stuck_transfer_engine_is_not_serving_and_then_ends_the_process(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_module, "_STUCK_EXIT_S", 0.5)
+    worker = IdleWorker()
+    async with running(worker, capsys) as (serving, address):
+        worker.well = False
+        await until(address, NOT_SERVING)
+        worker.well = True
+        await until(address, SERVING)
+        worker.well = False
+        with pytest.raises(EpdError, match="stuck"):
+            await asyncio.wait_for(serving, 5)
+    assert worker.closed
+
+
+async def test_a_bug_in_a_step_ends_the_process_with_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    worker = IdleWorker()
+    async with running(worker, capsys) as (serving, _):
+        worker.broken = True
+        worker.steps.poke()
+        with pytest.raises(AssertionError, match="bookkeeping"):
+            await asyncio.wait_for(serving, 5)
+    assert worker.closed
+
+
+async def test_sigterm_waits_for_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = IdleWorker()
+    async with running(worker, capsys) as (serving, address):
+        with worker.streams.open():
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(address, NOT_SERVING)
+            with pytest.raises(EpdError) as caught, worker.streams.open():
+                pass
+            assert caught.value.kind is ErrorKind.NOT_STARTED
+            assert not serving.done()
+        await asyncio.wait_for(serving, 5)
+    assert worker.closed
+
+
+async def test_what_outlasts_the_grace_is_told_why(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = IdleWorker()
+    errors: list[EpdError] = []
+    async with running(worker, capsys, grace_s=0.1) as (serving, _):
+        with worker.streams.open() as fail:
+            fail.append(errors.append)
+            os.kill(os.getpid(), signal.SIGTERM)
+            async with asyncio.timeout(5):
+                while not errors:
+                    await asyncio.sleep(0.01)
+        await asyncio.wait_for(serving, 5)
+    assert errors[0].kind is ErrorKind.STAGE_UNAVAILABLE
