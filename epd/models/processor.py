@@ -171,6 +171,14 @@ class Processor:
                 "for an image in config.json",
                 "model.path",
             )
+        if config.image_token_id not in hf.tokenizer.added_tokens_decoder:
+            # It would be an ordinary word, and each use of it a place for an image.
+            raise invalid(
+                f"{path}: image_token_id {config.image_token_id} of config.json is "
+                f"{hf.tokenizer.convert_ids_to_tokens(config.image_token_id)!r}, an ordinary "
+                "token of the tokenizer",
+                "model.path",
+            )
         patch_size = config.vision_config.patch_size
         made = cls(hf, config.model_type, config.image_token_id, patch_size)
         made.config_digest = _config_digest(Path(path))
