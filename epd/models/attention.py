@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -26,6 +27,7 @@ import epd.models.spec  # noqa: F401 - sets transformers' environment before its
 from epd.kv.layout import KvLayout
 from epd.kv.pool import KvPool
 from epd.models.exact import exact_attention
+from epd.models.kernels.attention import AttentionKernel, StepTables
 
 NAME: Final = "epd_paged"
 
@@ -97,21 +99,41 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionStep:
-    """What every layer's attention needs to know of one flattened forward."""
+class _Plan:
+    """A forward as the torch path takes it."""
 
-    pool: KvPool
-    tokens: int
-    """Real tokens; rows of the batch beyond them are padding (exact mode)."""
     block_T: Tensor
     offset_T: Tensor
     parts: tuple[Part, ...]
     groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)  # no slots: cached properties
+class AttentionStep:
+    """What every layer's attention needs to know of one flattened forward."""
+
+    pool: KvPool
+    sequences: Sequence[SequenceSlice]
+    """In batch order."""
     exact: bool
+    kernel: AttentionKernel | None = None
+
+    @cached_property
+    def tokens(self) -> int:
+        """Real tokens; rows of the batch beyond them are padding (exact mode)."""
+        return sum(sequence.query_len for sequence in self.sequences)
+
+    @cached_property
+    def tables(self) -> StepTables:
+        return StepTables(self.pool.layout, self.sequences)
+
+    @cached_property
+    def plan(self) -> _Plan:
+        return _plan(self.pool, self.sequences, exact=self.exact)
 
 
-def plan_step(pool: KvPool, sequences: Sequence[SequenceSlice], *, exact: bool) -> AttentionStep:
-    """Slots, tables and groups of one forward; `sequences` in batch order."""
+def _plan(pool: KvPool, sequences: Sequence[SequenceSlice], *, exact: bool) -> _Plan:
+    """Slots, tables and groups of one forward."""
     device, size = pool.device, pool.layout.block_tokens
     blocks: list[int] = []
     offsets: list[int] = []
@@ -119,7 +141,6 @@ def plan_step(pool: KvPool, sequences: Sequence[SequenceSlice], *, exact: bool) 
     singles: list[tuple[int, SequenceSlice]] = []
     start = 0
     for sequence in sequences:
-        assert len(sequence.blocks) * size >= sequence.kv_len, "block table too short"
         for place in range(sequence.kv_len - sequence.query_len, sequence.kv_len):
             blocks.append(sequence.blocks[place // size])
             offsets.append(place % size)
@@ -132,7 +153,21 @@ def plan_step(pool: KvPool, sequences: Sequence[SequenceSlice], *, exact: bool) 
         start += sequence.query_len
     groups = tuple(_group(pool.layout, members, device) for members in _similar(singles))
     where = torch.tensor([blocks, offsets], device=device)
-    return AttentionStep(pool, start, where[0], where[1], tuple(parts), groups, exact)
+    return _Plan(where[0], where[1], tuple(parts), groups)
+
+
+def plan_step(
+    pool: KvPool,
+    sequences: Sequence[SequenceSlice],
+    *,
+    exact: bool,
+    kernel: AttentionKernel | None = None,
+) -> AttentionStep:
+    """One forward over `sequences`, in batch order."""
+    size = pool.layout.block_tokens
+    for sequence in sequences:
+        assert len(sequence.blocks) * size >= sequence.kv_len, "block table too short"
+    return AttentionStep(pool, sequences, exact, kernel)
 
 
 def _similar(
@@ -195,19 +230,30 @@ def paged_attention(
     assert query.shape[0] == 1
     layer: int = module.layer_idx  # type: ignore[assignment]
     keys, values = step.pool.k(layer), step.pool.v(layer)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = _Options(scale, sliding_window, softcap, s_aux)
+    if step.kernel is not None and options.plain:
+        window = sliding_window
+        out = step.kernel(query, key, value, keys, values, step.tables, scale, window)
+        return out, None
     _write(keys, key, step)
     _write(values, value, step)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _attend_all(query, keys, values, step, options)[None], None
+
+
+def _attend_all(
+    query: Tensor, keys: Tensor, values: Tensor, step: AttentionStep, options: _Options
+) -> Tensor:
+    """[T, H, E], by torch."""
     query_THD = query[0].transpose(0, 1)
-    out_THE = query.new_zeros(query.shape[2], query.shape[1], value.shape[-1])
-    options = _Options(scale, sliding_window, softcap, s_aux)
-    for part in step.parts:
+    out_THE = query.new_zeros(query.shape[2], query.shape[1], values.shape[-1])
+    for part in step.plan.parts:
         rows = slice(part.start, part.start + part.n)
         attend = _attend_exactly if step.exact else _attend
         out_THE[rows] = attend(query_THD[rows], keys, values, part, options)
-    for group in step.groups:
+    for group in step.plan.groups:
         out_THE[group.rows_B] = _attend_group(query_THD, keys, values, group, options)
-    return out_THE[None], None
+    return out_THE
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +270,7 @@ class _Options:
 
 def _write(cache: Tensor, new: Tensor, step: AttentionStep) -> None:
     new_TGD = new[0].transpose(0, 1)[: step.tokens]
-    cache[step.block_T, step.offset_T] = new_TGD.to(cache.dtype)
+    cache[step.plan.block_T, step.plan.offset_T] = new_TGD.to(cache.dtype)
 
 
 def _read(cache: Tensor, part: Part) -> Tensor:

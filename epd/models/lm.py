@@ -30,6 +30,7 @@ from epd.models.attention import SequenceSlice, plan_step
 from epd.models.checkpoint import load_part, read_spec
 from epd.models.exact import ROW_TILE, make_row_invariant
 from epd.models.kernels import build
+from epd.models.kernels.attention import AttentionKernel
 from epd.models.kernels.build import Library
 from epd.models.kernels.linear import LinearKernel, pack_linears
 from epd.models.spec import ModelSpec
@@ -80,8 +81,10 @@ class LanguageModel:
         self.exact = exact
         self.kv_layout = _kv_layout(model.config.get_text_config(), spec.dtype, block_tokens)
         self._kernels = kernels
+        self._attention = None
         if kernels is not None:
             pack_linears(self.model, LinearKernel(kernels, torch.get_num_threads()))
+            self._attention = AttentionKernel(kernels, torch.get_num_threads())
         if exact:
             make_row_invariant(self.model)
 
@@ -185,7 +188,7 @@ class LanguageModel:
 
         Rows are independent of each other except through the sequences' own blocks.
         """
-        step = plan_step(pool, batch.sequences, exact=self.exact)
+        step = plan_step(pool, batch.sequences, exact=self.exact, kernel=self._attention)
         assert step.tokens == len(batch.token_ids) == batch.positions.shape[1]
         token_ids, positions = self._padded(batch)
         select = torch.as_tensor(batch.select, dtype=torch.int64, device=self.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -58,9 +59,17 @@ class Worker:
     """One language model with its pool: a prefill or a decode process without RPC."""
 
     def __init__(
-        self, path: Path, *, dtype: str = "auto", exact: bool = False, block_tokens: int = 16
+        self,
+        path: Path,
+        *,
+        dtype: str = "auto",
+        exact: bool = False,
+        block_tokens: int = 16,
+        kernels: Literal["auto", "off"] = "auto",
     ) -> None:
-        self.lm = LanguageModel.load(path, dtype=dtype, exact=exact, block_tokens=block_tokens)
+        self.lm = LanguageModel.load(
+            path, dtype=dtype, exact=exact, block_tokens=block_tokens, kernels=kernels
+        )
         self.pool = KvPool(self.lm.kv_layout, 400)
         self.allocator = BlockAllocator(400)
 
@@ -100,11 +109,18 @@ class Worker:
 class Split:
     """A checkpoint in three parts."""
 
-    def __init__(self, path: Path, *, dtype: str = "auto", exact: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        dtype: str = "auto",
+        exact: bool = False,
+        kernels: Literal["auto", "off"] = "auto",
+    ) -> None:
         self.processor = Processor.load(path)
         self.encoder = VisionEncoder.load(path, dtype, exact=exact)
-        self.prefill = Worker(path, dtype=dtype, exact=exact)
-        self.decode = Worker(path, dtype=dtype, exact=exact)
+        self.prefill = Worker(path, dtype=dtype, exact=exact, kernels=kernels)
+        self.decode = Worker(path, dtype=dtype, exact=exact, kernels=kernels)
         self.decode.allocator.free(self.decode.allocator.allocate(7)[::-1])  # other block ids
 
     def request(

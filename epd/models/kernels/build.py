@@ -32,7 +32,7 @@ _HEADERS: Final = ("common.h",)
 # contraction: which additions are fused is not the compiler's to choose.
 _FLAGS: Final = (
     *("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fno-math-errno"),
-    *("-fopenmp", "-fPIC", "-shared", "-Wall", "-Wno-unknown-pragmas"),
+    *("-fopenmp", "-fPIC", "-shared"),
 )
 _FOLDER: Final = Path(__file__).parent
 _COMPILE_TIMEOUT_S: Final = 120.0
