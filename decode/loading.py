@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from decode.ticket import Ticket
@@ -12,7 +11,6 @@ from epd.kv.pool import KvPool
 from epd.models.spec import ModelSpec
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.streams import Stopwatch
-from epd.transfer.checksum import verify_at
 from epd.transfer.contract import Handle, mismatch
 from epd.transfer.pieces import Piece
 
@@ -79,11 +77,7 @@ class KvReader:
             kind="kv",
             key=ticket.read_key,
         )
-        await asyncio.to_thread(_verify, pieces, handle)
+        read = [(p.local, span) for p, span in zip(pieces, handle.spans, strict=True)]
+        await self._memory.verify("kv", read, "KV blocks")
         ticket.transfer_ms += watch.ms
         ticket.transfer_bytes += stats.nbytes
-
-
-def _verify(pieces: Sequence[Piece], handle: Handle) -> None:
-    for number, (piece, span) in enumerate(zip(pieces, handle.spans, strict=True)):
-        verify_at(piece.local, piece.length, span.checksum, f"KV block {number} of the handle")

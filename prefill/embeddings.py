@@ -6,7 +6,6 @@ Every image of a request has its place reserved before anything is encoded
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,7 +17,6 @@ from epd.jobs import ImageItem
 from epd.models.spec import ModelSpec
 from epd.runtime.memory import OwnedMemory
 from epd.transfer.arena import Arena, Extent
-from epd.transfer.checksum import verify_at
 from epd.transfer.contract import Handle
 from epd.transfer.engine import ReadStats
 from epd.transfer.pieces import Piece
@@ -84,7 +82,7 @@ class Landing:
             key=key,
         )
         what = f"embedding of image {item.index}"
-        await asyncio.to_thread(verify_at, local, span.length, span.checksum, what)
+        await self._memory.verify("embedding", [(local, span)], what)
         return stats
 
     def rows(self, place: Extent) -> Tensor:

@@ -16,7 +16,8 @@ from epd.kv.layout import KvLayout, LayerShape
 from epd.kv.pool import KvPool
 from epd.models.lm import ForwardBatch
 from epd.models.spec import ModelSpec
-from epd.transfer.contract import Peer
+from epd.transfer.checksum import verify_at
+from epd.transfer.contract import Peer, Span
 from epd.transfer.engine import ReadStats
 from epd.transfer.faults import Faults
 from epd.transfer.lease import LeaseTable
@@ -149,6 +150,10 @@ class FakeMemory:
             self.leases.release(lease)
         else:
             self.leases.lost(lease, self.now)
+
+    async def verify(self, kind: str, pieces: Sequence[tuple[int, Span]], what: str) -> None:
+        for address, span in pieces:
+            verify_at(address, span.length, span.checksum, what)
 
     def tick(self) -> bool:
         return self.leases.sweep(self.now) > 0
