@@ -60,6 +60,12 @@ class Detokenizer:
     def _slide(self) -> None:
         """Every character is whole here: forget old tokens if there are many."""
         if len(self._ids) >= _WINDOW:
-            self._ids = self._ids[self._clean :]
-            self._shown = len(self._decode())
+            whole, self._ids = self._ids, self._ids[self._clean :]
+            text = self._decode()
+            if text:
+                self._shown = len(text)
+            else:
+                # Some decoders strip the first space of what they get: a window must
+                # begin with text that was given out.
+                self._ids = whole
         self._clean = len(self._ids)

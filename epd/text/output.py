@@ -77,6 +77,8 @@ class OutputText:
         if token.id in self._ending_ids:
             return None
         self._open.append(TextToken(token, self._vocabulary.raw(token.id)))
+        if self._vocabulary.is_skipped(token.id):
+            return None
         return self._extend(self._detokenizer.push(token.id))
 
     def finish(self) -> Piece | None:

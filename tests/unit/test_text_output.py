@@ -101,6 +101,13 @@ def test_pieces_joined_are_the_whole_decode_with_byte_fallback(words: list[str])
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+def test_a_space_after_a_long_text_and_a_special_token_is_kept() -> None:
+    tokenizer = byte_fallback()
+    ids = [tokenizer.token_to_id(word) for word in ["a"] * 20 + [EOS] * 20 + ["▁hello"]]
+    stream = Detokenizer(tokenizer)
+    assert "".join(stream.push(token_id) for token_id in ids) == "a" * 20 + " hello"
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 10**6), max_size=40))
 def test_invalid_bytes_spoil_no_character_that_was_sent(numbers: list[int]) -> None:
