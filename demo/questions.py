@@ -124,8 +124,7 @@ def about_shapes(scene: Scene, rng: random.Random) -> list[Question]:
         out += _position(shape, rng)
         out += _relation(scene, shape, rng)
     out += _by_colour(scene, rng)
-    if rng.random() < 0.6:
-        out += _absent(scene, rng)
+    out += _absent(scene, rng)
     return out
 
 
@@ -214,7 +213,7 @@ RELATIONS: dict[str, Callable[[Shape, Shape], bool]] = {
 
 
 def _relation(scene: Scene, shape: Shape, rng: random.Random) -> list[Question]:
-    """One question with at most one shape as its answer, seldom with none."""
+    """One question with at most one shape as its answer, sometimes with none."""
     if len(scene.shapes) < 2:
         return []
     found = {
@@ -222,7 +221,7 @@ def _relation(scene: Scene, shape: Shape, rng: random.Random) -> list[Question]:
         for relation, test in RELATIONS.items()
     }
     clear = {r: hits for r, hits in found.items() if len(hits) <= 1}
-    if rng.random() < 0.85:
+    if rng.random() < 0.75:
         clear = {r: hits for r, hits in clear.items() if hits} or clear
     if not clear:
         return []

@@ -40,11 +40,16 @@ SYSTEM_PROMPTS = (
 PAIR_COUNTS = (0.03, 0.45, 0.4, 0.12)
 # Kinds that are learned early are asked less often. (Chance to keep a question; otherwise 1.)
 KEEP = {
-    "background": 0.35,
-    "pair_background": 0.35,
-    "count_all": 0.5,
-    "number_colour": 0.5,
-    "exist": 0.6,
+    "background": 0.25,
+    "pair_background": 0.25,
+    "count_all": 0.35,
+    "number_colour": 0.7,
+    "exist": 0.5,
+    "colour": 0.6,
+    "size": 0.6,
+    "side": 0.6,
+    "which": 0.6,
+    "shapes": 0.7,
 }
 NOT_TRAINED = -100
 PADDING_SEGMENT = -1
@@ -127,13 +132,13 @@ def pictures_and_questions(
 ) -> tuple[tuple[Scene, ...], list[Question]]:
     """No, one or two pictures and everything that is asked about them."""
     subject = rng.random()
-    if subject < 0.07:
+    if subject < 0.05:
         return (), [without_picture(rng) for _ in range(MAX_SEGMENTS)]
-    if subject < 0.30:
+    if subject < 0.38:
         counts = FEW_COUNTS if few else PAIR_COUNTS
         first, second = (_either_scene(rng, counts) for _ in range(2))
         return (first, second), about_pair(first, second, rng)
-    if subject < 0.48:
+    if subject < 0.58:
         scene = random_number_scene(rng)
         return (scene,), about_number(scene, rng)
     scene = random_shapes_scene(rng, FEW_COUNTS if few else USUAL_COUNTS)
@@ -141,7 +146,7 @@ def pictures_and_questions(
 
 
 def _either_scene(rng: random.Random, counts: tuple[float, ...]) -> Scene:
-    return random_number_scene(rng) if rng.random() < 0.25 else random_shapes_scene(rng, counts)
+    return random_number_scene(rng) if rng.random() < 0.35 else random_shapes_scene(rng, counts)
 
 
 def _casual(question: Question, rng: random.Random) -> Question:
