@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,7 +46,9 @@ START_S = 90.0
 class StageProcess:
     """One stage; use as a context manager. Its log is kept for a failing test."""
 
-    def __init__(self, stage: str, checkpoint: Path, log: Path, **settings: Any) -> None:
+    def __init__(
+        self, stage: str, checkpoint: Path, log: Path, faults: str = "", **settings: Any
+    ) -> None:
         flags = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
         self._log = log
         self.process = subprocess.Popen(
@@ -53,7 +56,7 @@ class StageProcess:
             stdout=subprocess.PIPE,
             stderr=log.open("w"),
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "EPD_FAULTS": faults},
         )
         self.stage = stage
         self.address = self.metrics = ""
@@ -95,11 +98,15 @@ class Stages:
     folder: Path
     settings: dict[str, Any] = field(default_factory=dict)
     processes: dict[str, StageProcess] = field(default_factory=dict)
+    faults: dict[str, str] = field(default_factory=dict)
+    """EPD_FAULTS of each stage."""
 
     def __enter__(self) -> Stages:
         for stage in STAGES:
             log = self.folder / f"{stage}.log"
-            self.processes[stage] = StageProcess(stage, self.checkpoint, log, **self.settings)
+            faults = self.faults.get(stage, "")
+            made = StageProcess(stage, self.checkpoint, log, faults, **self.settings)
+            self.processes[stage] = made
         for process in self.processes.values():
             process.wait_ready()
         return self
@@ -261,6 +268,7 @@ class Client:
             decode_follows,
         )
         message = prefill_job_to_proto(job, request.fingerprint)
+        remember_status(call)
         await call.write(prefill_pb2.PrefillRequest(job=message))
         return call
 
@@ -278,6 +286,7 @@ class Client:
             arrival_ms=request.arrival_ms,
         )
         message = decode_job_to_proto(job, request.fingerprint)
+        remember_status(call)
         await call.write(decode_pb2.DecodeRequest(job=message))
         return call
 
@@ -333,9 +342,8 @@ class _Run:
                 await self._forward_kv(self.on_kv(event.kv_ready))
             elif kind == "first_token":
                 await self._first_token(event.first_token)
-        code = await self.prefill.code()
-        if code is not grpc.StatusCode.OK:
-            await self._raise(self.prefill)
+        if await self.prefill.code() is not grpc.StatusCode.OK:
+            raise await failure(self.prefill)
         if self.feeding:
             await self.feeding
         for call in self.encodes.values():
@@ -381,7 +389,7 @@ class _Run:
                 self.answer.finish = event.finished.reason
                 self.answer.output_tokens = event.finished.output_tokens
         if await self.decode.code() is not grpc.StatusCode.OK:
-            await self._raise(self.decode)
+            raise await failure(self.decode)
 
     def _outputs(self) -> int:
         generated = len(self.request.token_ids) - self.request.prompt_length
@@ -395,21 +403,43 @@ class _Run:
         try:
             await call.write(message)
         except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
-            await self._raise(call)  # the stage ended its stream: the call knows why
+            raise await failure(call) from None
 
-    async def _raise(self, call: Any) -> None:
-        raise await failure(call)
+
+_LOCAL_FAULT = "Internal error from Core"
+_TOLD: weakref.WeakKeyDictionary[Any, StageFailed] = weakref.WeakKeyDictionary()
+
+
+def remember_status(call: Any) -> None:
+    """A write into a stream that its stage has just ended makes gRPC say INTERNAL over,
+    or before, the status that the stage sent: keep that one."""
+
+    def told(ended: Any) -> None:
+        code, details, metadata = (
+            _now(ask()) for ask in (ended.code, ended.details, ended.trailing_metadata)
+        )
+        if details != _LOCAL_FAULT:
+            _TOLD[ended] = StageFailed(code, details, tuple(metadata or ()))
+
+    call.add_done_callback(told)
+
+
+def _now(answer: Any) -> Any:
+    """Result of a coroutine that has nothing to wait for."""
+    try:
+        answer.send(None)
+    except StopIteration as result:
+        return result.value
+    raise AssertionError("the call has not ended")
 
 
 async def failure(call: Any) -> StageFailed:
-    """Why a call ended. After a write into a stream that had just ended, gRPC says
-    INTERNAL until the stage's own status arrives."""
+    """Why a call ended, in its stage's words."""
     for _ in range(100):
-        if await call.details() != "Internal error from Core":
+        if call in _TOLD:
             break
         await asyncio.sleep(0.01)
-    metadata = tuple(await call.trailing_metadata() or ())
-    return StageFailed(await call.code(), await call.details(), metadata)
+    return _TOLD[call]
 
 
 @dataclass

@@ -308,13 +308,20 @@ async def test_a_handle_that_promises_other_bytes_is_refused(
         assert field in error.message
 
 
-async def test_bytes_with_another_sum_are_refused(client: Client, planner: Planner) -> None:
+async def test_bytes_with_another_sum_are_refused_and_counted(
+    client: Client, planner: Planner, stages: Stages
+) -> None:
     def spoil(handle: common_pb2.Handle) -> common_pb2.Handle:
         handle.spans[0].checksum ^= 1
         return handle
 
     for error in await refusals(client, planner, spoil):
         assert error.kind is ErrorKind.CHECKSUM_MISMATCH
+    for stage, kind in (("prefill", "embedding"), ("decode", "kv")):
+        page = stages.processes[stage].get("/metrics").decode()
+        line = f'epd_transfer_failures_total{{kind="{kind}",reason="checksum"}}'
+        assert f"{line} 1.0" in page
+        assert f'epd_errors_total{{kind="checksum_mismatch",stage="{stage}"}} 1.0' in page
 
 
 async def refusals(
