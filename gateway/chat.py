@@ -177,13 +177,13 @@ class Answer:
         while True:
             event = await self._run.next()
             if isinstance(event, NewTokens):
-                for token in event.tokens:
-                    piece = self._text.push(token)
-                    if piece is not None:
-                        yield piece
-                    if self._text.stopped:
-                        self._end(FinishReason.STOP)
-                        return
+                # Tokens that came together leave together: when the client lags,
+                # decode coalesces, and so does the stream.
+                if (piece := self._text.push_all(event.tokens)) is not None:
+                    yield piece
+                if self._text.stopped:
+                    self._end(FinishReason.STOP)
+                    return
             else:
                 assert not isinstance(event, Accepted)
                 if (piece := self._text.finish()) is not None:

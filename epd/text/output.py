@@ -12,7 +12,7 @@ before the stop string is let out.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
@@ -81,12 +81,23 @@ class OutputText:
             return None
         return self._extend(self._detokenizer.push(token.id))
 
+    def push_all(self, tokens: Iterable[SampledToken]) -> Piece | None:
+        """Take tokens that came together: one piece for all. Those after the end of a
+        stop string are dropped."""
+        pieces: list[Piece] = []
+        for token in tokens:
+            if (piece := self.push(token)) is not None:
+                pieces.append(piece)
+            if self.stopped:
+                break
+        return _joined(pieces)
+
     def finish(self) -> Piece | None:
         """The output ended by itself: everything held back is let out."""
         if self.stopped:
             return None
         piece = self._extend(self._detokenizer.finish())
-        return piece if self._stopped_now() else _join(piece, self._flush())
+        return piece if self._stopped_now() else _joined([piece, self._flush()])
 
     def _stopped_now(self) -> bool:
         return self.stopped
@@ -104,7 +115,7 @@ class OutputText:
         if scan.match is None:
             return self._release(scan.safe)
         self.stopped = True
-        return _join(self._release(scan.match), self._cut(scan.match))
+        return _joined([self._release(scan.match), self._cut(scan.match)])
 
     def _close_group(self, text: str) -> None:
         self._length += len(text)
@@ -142,7 +153,11 @@ class OutputText:
         return Piece(text, tuple(tokens))
 
 
-def _join(first: Piece | None, second: Piece | None) -> Piece | None:
-    if first is None or second is None:
-        return first or second
-    return Piece(first.text + second.text, first.tokens + second.tokens)
+def _joined(pieces: Sequence[Piece | None]) -> Piece | None:
+    found = [piece for piece in pieces if piece is not None]
+    if len(found) <= 1:
+        return found[0] if found else None
+    return Piece(
+        "".join(piece.text for piece in found),
+        tuple(token for piece in found for token in piece.tokens),
+    )

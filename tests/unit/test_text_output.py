@@ -268,6 +268,25 @@ def test_each_piece_has_the_bytes_of_its_tokens(parts: list[str], stops: list[st
     assert output.stopped == (expected is not None)
 
 
+@given(PARTS, st.lists(st.sampled_from(["bca", "bD", "D漢"]), max_size=2), st.integers(1, 6))
+@settings(max_examples=200, deadline=None)
+def test_tokens_that_come_together_say_the_same(
+    parts: list[str], stops: list[str], size: int
+) -> None:
+    alone, pieces = run(spelled(*parts), stops)
+    tokenizer = byte_level()
+    output = OutputText(tokenizer, Vocabulary(tokenizer), stops, set())
+    tokens = [SampledToken(token_id) for token_id in spelled(*parts)]
+    together = [
+        output.push_all(tokens[i : i + size])
+        for i in range(0, len(tokens), size)
+        if not output.stopped
+    ]
+    together.append(output.finish())
+    assert text_of([piece for piece in together if piece is not None]) == text_of(pieces)
+    assert output.sampled == alone.sampled
+
+
 @given(st.text(alphabet="abD漢é", min_size=1, max_size=10), st.sampled_from(["bD", "漢a", "abD"]))
 @settings(max_examples=200, deadline=None)
 def test_text_is_the_same_for_bytes_and_words(text: str, stop: str) -> None:
