@@ -48,7 +48,13 @@ class DecodeServicer:
 
     def Run(self, request_iterator, context):
         """One stream per choice. Decode reads the blocks it lacks while prefill goes
-        on, and generates after Start. It announces nothing.
+        on, and generates after Start. It announces nothing. How it ends:
+        Finished                      status OK
+        Cancel -> ReadsTerminal       status OK; prefill's lease can then end cleanly
+        RESOURCE_EXHAUSTED            before any event: the queue is full. Later: pushed
+        out by older requests; every token made was sent,
+        so run prefill again with the generated ids
+        cancel, loss, other errors    nothing is kept; reads may be under way for a while
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,13 @@ class DecodeStub:
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
     Run: _grpc.StreamStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeEvent]
     """One stream per choice. Decode reads the blocks it lacks while prefill goes
-    on, and generates after Start. It announces nothing.
+    on, and generates after Start. It announces nothing. How it ends:
+      Finished                      status OK
+      Cancel -> ReadsTerminal       status OK; prefill's lease can then end cleanly
+      RESOURCE_EXHAUSTED            before any event: the queue is full. Later: pushed
+                                    out by older requests; every token made was sent,
+                                    so run prefill again with the generated ids
+      cancel, loss, other errors    nothing is kept; reads may be under way for a while
     """
 
 @_typing.type_check_only
@@ -45,7 +51,13 @@ class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Run: _aio.StreamStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeEvent]  # type: ignore[assignment]
     """One stream per choice. Decode reads the blocks it lacks while prefill goes
-    on, and generates after Start. It announces nothing.
+    on, and generates after Start. It announces nothing. How it ends:
+      Finished                      status OK
+      Cancel -> ReadsTerminal       status OK; prefill's lease can then end cleanly
+      RESOURCE_EXHAUSTED            before any event: the queue is full. Later: pushed
+                                    out by older requests; every token made was sent,
+                                    so run prefill again with the generated ids
+      cancel, loss, other errors    nothing is kept; reads may be under way for a while
     """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
@@ -58,7 +70,13 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeEvent], _abc.AsyncIterator[_decode_pb2.DecodeEvent]]:
         """One stream per choice. Decode reads the blocks it lacks while prefill goes
-        on, and generates after Start. It announces nothing.
+        on, and generates after Start. It announces nothing. How it ends:
+          Finished                      status OK
+          Cancel -> ReadsTerminal       status OK; prefill's lease can then end cleanly
+          RESOURCE_EXHAUSTED            before any event: the queue is full. Later: pushed
+                                        out by older requests; every token made was sent,
+                                        so run prefill again with the generated ids
+          cancel, loss, other errors    nothing is kept; reads may be under way for a while
         """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

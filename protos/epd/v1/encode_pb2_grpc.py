@@ -48,8 +48,11 @@ class EncodeServicer:
 
     def Run(self, request_iterator, context):
         """One stream per image. The stream is the lease: the owner pins the announced
-        embeddings until it ends. Half-close by the client releases them cleanly;
-        losing the stream quarantines them.
+        embeddings until it ends. How it ends:
+        half-close after ItemReady   released: reusable at once; status OK
+        half-close before            abandoned, status CANCELLED
+        cancel or loss before        costs nothing: nobody was told an address
+        cancel or loss after         quarantined: someone may still be reading
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,8 +35,11 @@ class EncodeStub:
     def __new__(cls, channel: _aio.Channel) -> EncodeAsyncStub: ...
     Run: _grpc.StreamStreamMultiCallable[_encode_pb2.EncodeRequest, _encode_pb2.EncodeEvent]
     """One stream per image. The stream is the lease: the owner pins the announced
-    embeddings until it ends. Half-close by the client releases them cleanly;
-    losing the stream quarantines them.
+    embeddings until it ends. How it ends:
+      half-close after ItemReady   released: reusable at once; status OK
+      half-close before            abandoned, status CANCELLED
+      cancel or loss before        costs nothing: nobody was told an address
+      cancel or loss after         quarantined: someone may still be reading
     """
 
 @_typing.type_check_only
@@ -46,8 +49,11 @@ class EncodeAsyncStub(EncodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Run: _aio.StreamStreamMultiCallable[_encode_pb2.EncodeRequest, _encode_pb2.EncodeEvent]  # type: ignore[assignment]
     """One stream per image. The stream is the lease: the owner pins the announced
-    embeddings until it ends. Half-close by the client releases them cleanly;
-    losing the stream quarantines them.
+    embeddings until it ends. How it ends:
+      half-close after ItemReady   released: reusable at once; status OK
+      half-close before            abandoned, status CANCELLED
+      cancel or loss before        costs nothing: nobody was told an address
+      cancel or loss after         quarantined: someone may still be reading
     """
 
 class EncodeServicer(metaclass=_abc_1.ABCMeta):
@@ -60,8 +66,11 @@ class EncodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_encode_pb2.EncodeEvent], _abc.AsyncIterator[_encode_pb2.EncodeEvent]]:
         """One stream per image. The stream is the lease: the owner pins the announced
-        embeddings until it ends. Half-close by the client releases them cleanly;
-        losing the stream quarantines them.
+        embeddings until it ends. How it ends:
+          half-close after ItemReady   released: reusable at once; status OK
+          half-close before            abandoned, status CANCELLED
+          cancel or loss before        costs nothing: nobody was told an address
+          cancel or loss after         quarantined: someone may still be reading
         """
 
 def add_EncodeServicer_to_server(servicer: EncodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

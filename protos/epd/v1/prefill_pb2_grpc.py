@@ -51,7 +51,15 @@ class PrefillServicer:
     def Run(self, request_iterator, context):
         """One stream per request. The stream is the lease on the announced KV blocks.
         After FirstToken the client half-closes once decode has fetched everything
-        (or at once where no decode follows): blocks are reusable immediately.
+        (or at once where no decode follows): blocks are reusable immediately. How it
+        ends:
+        half-close after FirstToken      released; status OK
+        half-close before                the same, when it comes to that (nothing may be
+        missing any more, else INVALID_ARGUMENT)
+        Cancel -> ReadsTerminal          then half-close releases (decode's reads must be
+        terminal), status OK; cancel or loss quarantines
+        cancel or loss, or an error of   what was announced is quarantined, the rest is
+        ours                             free after the running step
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,15 @@ class PrefillStub:
     Run: _grpc.StreamStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillEvent]
     """One stream per request. The stream is the lease on the announced KV blocks.
     After FirstToken the client half-closes once decode has fetched everything
-    (or at once where no decode follows): blocks are reusable immediately.
+    (or at once where no decode follows): blocks are reusable immediately. How it
+    ends:
+      half-close after FirstToken      released; status OK
+      half-close before                the same, when it comes to that (nothing may be
+                                       missing any more, else INVALID_ARGUMENT)
+      Cancel -> ReadsTerminal          then half-close releases (decode's reads must be
+                                       terminal), status OK; cancel or loss quarantines
+      cancel or loss, or an error of   what was announced is quarantined, the rest is
+      ours                             free after the running step
     """
 
 @_typing.type_check_only
@@ -51,7 +59,15 @@ class PrefillAsyncStub(PrefillStub):
     Run: _aio.StreamStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillEvent]  # type: ignore[assignment]
     """One stream per request. The stream is the lease on the announced KV blocks.
     After FirstToken the client half-closes once decode has fetched everything
-    (or at once where no decode follows): blocks are reusable immediately.
+    (or at once where no decode follows): blocks are reusable immediately. How it
+    ends:
+      half-close after FirstToken      released; status OK
+      half-close before                the same, when it comes to that (nothing may be
+                                       missing any more, else INVALID_ARGUMENT)
+      Cancel -> ReadsTerminal          then half-close releases (decode's reads must be
+                                       terminal), status OK; cancel or loss quarantines
+      cancel or loss, or an error of   what was announced is quarantined, the rest is
+      ours                             free after the running step
     """
 
 class PrefillServicer(metaclass=_abc_1.ABCMeta):
@@ -67,7 +83,15 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillEvent], _abc.AsyncIterator[_prefill_pb2.PrefillEvent]]:
         """One stream per request. The stream is the lease on the announced KV blocks.
         After FirstToken the client half-closes once decode has fetched everything
-        (or at once where no decode follows): blocks are reusable immediately.
+        (or at once where no decode follows): blocks are reusable immediately. How it
+        ends:
+          half-close after FirstToken      released; status OK
+          half-close before                the same, when it comes to that (nothing may be
+                                           missing any more, else INVALID_ARGUMENT)
+          Cancel -> ReadsTerminal          then half-close releases (decode's reads must be
+                                           terminal), status OK; cancel or loss quarantines
+          cancel or loss, or an error of   what was announced is quarantined, the rest is
+          ours                             free after the running step
         """
 
 def add_PrefillServicer_to_server(servicer: PrefillServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
