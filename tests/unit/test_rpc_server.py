@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -60,7 +61,8 @@ async def nothing(context: Any) -> None:
 async def failed(channel: grpc.aio.Channel, size: int = 0) -> EpdError:
     call = decode_pb2_grpc.DecodeStub(channel).Run(timeout=5)
     job = decode_pb2.DecodeJob(salt=b"x" * size)
-    await call.write(decode_pb2.DecodeRequest(job=job))
+    with contextlib.suppress(grpc.aio.AioRpcError):  # the call may have ended before it
+        await call.write(decode_pb2.DecodeRequest(job=job))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     return from_rpc_error(caught.value)
