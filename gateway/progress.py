@@ -47,6 +47,7 @@ class Progress:
         self.avoid: dict[Stage, list[Worker]] = {stage: [] for stage in Stage}
         self.timeline = timeline
         self._deliver = deliver
+        self._extending = asyncio.Lock()
 
     async def accept(self, cached_tokens: int) -> None:
         if not self.accepted:
@@ -54,14 +55,19 @@ class Progress:
             await self._deliver(Accepted(cached_tokens))
 
     async def extend(self, first_index: int, tokens: list[SampledToken]) -> None:
-        """Add tokens to the output: a repeated one is dropped, a gap is a fault."""
-        known = len(self.output) - first_index
-        if known < 0:
-            raise EpdError(ErrorKind.INTERNAL, f"tokens are missing before index {first_index}")
-        fresh = tokens[known:]
-        if fresh:
-            self.output.extend(fresh)
-            await self._deliver(NewTokens(tuple(fresh)))
+        """Add tokens to the output: a repeated one is dropped, a gap is a fault.
+
+        One at a time, in order of the calls; cancelled while the client is slow, it has
+        added nothing: what is in `output` was delivered.
+        """
+        async with self._extending:
+            known = len(self.output) - first_index
+            if known < 0:
+                reason = f"tokens are missing before index {first_index}"
+                raise EpdError(ErrorKind.INTERNAL, reason)
+            if fresh := tokens[known:]:
+                await self._deliver(NewTokens(tuple(fresh)))
+                self.output.extend(fresh)
 
     def blame(self, fault: StageFault) -> None:
         """Rather avoid this worker from now on."""
