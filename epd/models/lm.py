@@ -32,6 +32,7 @@ from epd.models.exact import ROW_TILE, make_row_invariant
 from epd.models.kernels import build
 from epd.models.kernels.attention import AttentionKernel
 from epd.models.kernels.build import Library
+from epd.models.kernels.layer import fuse_layers
 from epd.models.kernels.linear import LinearKernel, pack_linears
 from epd.models.spec import ModelSpec
 
@@ -85,6 +86,7 @@ class LanguageModel:
         if kernels is not None:
             pack_linears(self.model, LinearKernel(kernels, torch.get_num_threads()))
             self._attention = AttentionKernel(kernels, torch.get_num_threads())
+            fuse_layers(self.model.get_decoder(), kernels, torch.get_num_threads())
         if exact:
             make_row_invariant(self.model)
 

@@ -3,36 +3,15 @@
 // One task is one query token and one key/value head with all its query heads. Its
 // operations and their order depend on that token alone: on how many keys it sees, not
 // on the batch, the chunk or the blocks. So its bits are the same in every batch.
-#include "common.h"
+#include "attention.h"
 
 namespace {
 
 constexpr int MAX_HEADS = 8;  // query heads of one pass; more are done in several
 constexpr int TILE = 16;      // keys whose scores fill one vector
 
-struct Step {
-  // One entry for each query token:
-  const int32_t* seen;   // keys that it sees: those at places [0, seen); 0: none, zeros
-  const int32_t* table;  // where its sequence's blocks start in `blocks`
-  const int32_t* blocks;
-  // One entry for each new token whose keys and values are written:
-  const int32_t* slot_block;
-  const int32_t* slot_offset;
-  int64_t rows, writes, block_tokens;
-};
-
-struct Layer {
-  bf16 *keys, *values;  // [blocks][block_tokens][G][D or E]; blocks lie `block_stride` apart
-  int64_t block_stride, heads, groups, d, e;
-  const bf16 *q, *k, *v;  // new tokens; (token, head) strides in elements
-  int64_t q_token, q_head, k_token, k_head, v_token, v_head;
-  bf16* out;  // [rows][heads][e]
-  float scale;
-  int64_t window;  // keys that a token sees at most; 0: all
-};
-
 void write(bf16* cache, const bf16* x, int64_t token, int64_t head, int64_t dim, const Step& s,
-           const Layer& l) {
+           const Attention& l) {
   for (int64_t t = 0; t < s.writes; ++t)
     for (int64_t g = 0; g < l.groups; ++g)
       memcpy(cache + s.slot_block[t] * l.block_stride + (s.slot_offset[t] * l.groups + g) * dim,
@@ -77,19 +56,6 @@ inline __m512 sums(const __m512* x) {
   const __m512 low = lane_sum<0x88, 0xdd>(four[0], four[1]);
   const __m512 high = lane_sum<0x88, 0xdd>(four[2], four[3]);
   return lane_sum<0x88, 0xdd>(low, high);
-}
-
-// exp for x <= 0, about 2 units in the last place; exactly 0 below -87.
-inline __m512 exp_of(__m512 x) {
-  const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145751953125f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.428606765330187e-06f), r);
-  __m512 p = _mm512_set1_ps(1.0f / 720);
-  for (const float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-  const __mmask16 wrong = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  return _mm512_mask_mov_ps(_mm512_maskz_scalef_ps(normal, p, n), wrong, x);
 }
 
 // Scores of `heads` query heads for the keys [from, to): score[head * stride + key - from].
@@ -171,7 +137,7 @@ constexpr Mix MIX[MAX_HEADS + 1] = {nullptr, mix<1>, mix<2>, mix<3>, mix<4>,
                                     mix<5>,  mix<6>, mix<7>, mix<8>};
 
 // Query heads [first, first + heads) of one token, which share a key/value head.
-void attend(const Step& s, const Layer& l, int64_t row, int64_t group, int64_t first, int heads) {
+void attend(const Step& s, const Attention& l, int64_t row, int64_t group, int64_t first, int heads) {
   const int64_t to = s.seen[row], from = l.window ? std::max<int64_t>(0, to - l.window) : 0;
   const int64_t chunks = (l.d + 31) / 32, stride = (to - from + TILE - 1) / TILE * TILE;
   thread_local std::vector<float> memory;
@@ -198,12 +164,7 @@ void attend(const Step& s, const Layer& l, int64_t row, int64_t group, int64_t f
 
 }  // namespace
 
-extern "C" {
-
-// Writes the new keys and values, then attends; see Step and Layer.
-void epd_attention(const Step* step, const Layer* layer, int threads) {
-  const Step& s = *step;
-  const Layer& l = *layer;
+void attention(const Step& s, const Attention& l, int threads) {
   write(l.keys, l.k, l.k_token, l.k_head, l.d, s, l);
   write(l.values, l.v, l.v_token, l.v_head, l.e, s, l);
   const int64_t tasks = s.rows * l.groups, share = l.heads / l.groups;
@@ -218,4 +179,6 @@ void epd_attention(const Step* step, const Layer* layer, int threads) {
       attend(s, l, row, group, group * share + h, int(std::min<int64_t>(MAX_HEADS, share - h)));
   }
 }
+extern "C" void epd_attention(const Step* step, const Attention* layer, int threads) {
+  attention(*step, *layer, threads);
 }

@@ -6,7 +6,7 @@
 //
 // Every output is one chain of vdpbf16ps over k in order, however many rows there are
 // and wherever its row stands: the result is the same bits in every batch.
-#include "common.h"
+#include "linear.h"
 
 namespace {
 
@@ -15,6 +15,7 @@ constexpr int MAX_ROWS = 12;             // rows of a register tile: 24 accumula
 constexpr int64_t BLOCK_BYTES = 512 << 10;  // weights that stay in L2 over all row tiles
 constexpr int64_t AHEAD = 2048;          // bytes that the stream is prefetched ahead
 
+inline int64_t panels_of(int64_t n) { return (n + PANEL - 1) / PANEL; }
 inline __m512bh load_bf16(const void* p) { return (__m512bh)_mm512_loadu_si512(p); }
 
 // How a tile prefetches while it computes: the stream ahead of itself, a share of the
@@ -74,13 +75,7 @@ int32_t* scratch(int64_t count) {
   return memory.data();
 }
 
-struct Call {
-  const bf16 *weight, *bias;
-  bf16* y;
-  int64_t n, pairs, ldy;
-};
-
-void store(const Call& c, int64_t panel, int64_t row, int height, const __m512 (*sum)[2]) {
+void store(const Linear& c, int64_t panel, int64_t row, int height, const __m512 (*sum)[2]) {
   const int64_t first = panel * PANEL, left = c.n - first;
   const __mmask32 mask = left >= PANEL ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
   __m512 b0 = _mm512_setzero_ps(), b1 = b0;
@@ -96,19 +91,20 @@ void store(const Call& c, int64_t panel, int64_t row, int height, const __m512 (
 }
 
 // All rows of panels [from, to).
-void run_block(const Call& c, const Tiles& tiles, const int32_t* x, int64_t from, int64_t to) {
+void run_block(const Linear& c, int64_t pairs, const Tiles& tiles, const int32_t* x, int64_t from,
+               int64_t to) {
   const bool stream = tiles.count <= 2;  // memory is the limit: fetch ahead
   __m512 sum[MAX_ROWS][2];
   for (int64_t t = 0; t < tiles.count; ++t) {
     const int height = tiles.height(t);
-    const int32_t* rows = x + tiles.start(t) * c.pairs;
+    const int32_t* rows = x + tiles.start(t) * pairs;
     for (int64_t panel = from; panel < to; ++panel) {
-      const bf16* w = c.weight + panel * c.pairs * 64;
-      const char* next = (const char*)(w + c.pairs * 64) + t * c.pairs * 64;
+      const bf16* w = c.weight + panel * pairs * 64;
+      const char* next = (const char*)(w + pairs * 64) + t * pairs * 64;
       const auto& table = !stream            ? MULTIPLY<Fetch::none>
                           : tiles.count == 1 ? MULTIPLY<Fetch::stream>
                                              : MULTIPLY<Fetch::share>;
-      table[height](rows, w, c.pairs, next, sum);
+      table[height](rows, w, pairs, next, sum);
       store(c, panel, tiles.start(t), height, sum);
     }
   }
@@ -116,16 +112,42 @@ void run_block(const Call& c, const Tiles& tiles, const int32_t* x, int64_t from
 
 }  // namespace
 
+void linear(const bf16* x, int64_t ldx, int64_t m, int64_t k, const Linear* layers, int count,
+            int threads) {
+  const int64_t pairs = (k + 1) / 2;
+  const Tiles tiles(m);
+  int32_t* rows = scratch(m * pairs);
+#pragma omp parallel for num_threads(threads) if (threads > 1 && m > MAX_ROWS)
+  for (int64_t t = 0; t < tiles.count; ++t)
+    pack_rows(x + tiles.start(t) * ldx, ldx, tiles.height(t), k, rows + tiles.start(t) * pairs);
+  int64_t panels = 0;
+  for (int i = 0; i < count; ++i) panels += panels_of(layers[i].n);
+  int64_t block = tiles.count <= 2 ? 1 : BLOCK_BYTES / (pairs * 64 * 2);
+  block = std::max<int64_t>(1, std::min(block, panels / threads));
+  const int64_t blocks = (panels + block - 1) / block;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int64_t i = 0; i < blocks; ++i) {
+    // A block of the panels of all layers in a row; it may span two layers.
+    int64_t from = i * block, to = std::min(panels, from + block), first = 0;
+    for (const Linear* layer = layers; from < to; first += panels_of(layer->n), ++layer) {
+      const int64_t end = std::min(to, first + panels_of(layer->n));
+      if (from >= end) continue;
+      run_block(*layer, pairs, tiles, rows, from - first, end - first);
+      from = end;
+    }
+  }
+}
+
 extern "C" {
 
 // Bytes of the packed form of a weight [n, k].
 int64_t epd_linear_packed_bytes(int64_t n, int64_t k) {
-  return (n + PANEL - 1) / PANEL * ((k + 1) / 2) * 64 * int64_t(sizeof(bf16));
+  return panels_of(n) * ((k + 1) / 2) * 64 * int64_t(sizeof(bf16));
 }
 
 // w: [n, k], rows `ldw` apart. out: epd_linear_packed_bytes, aligned to 64.
 void epd_linear_pack(const bf16* w, int64_t ldw, int64_t n, int64_t k, bf16* out, int threads) {
-  const int64_t pairs = (k + 1) / 2, panels = (n + PANEL - 1) / PANEL;
+  const int64_t pairs = (k + 1) / 2, panels = panels_of(n);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t panel = 0; panel < panels; ++panel)
     for (int64_t j = 0; j < PANEL; ++j) {
@@ -141,18 +163,8 @@ void epd_linear_pack(const bf16* w, int64_t ldw, int64_t n, int64_t k, bf16* out
 // y [m, n] = x [m, k] times weight, plus bias where there is one; rows ldx and ldy apart.
 void epd_linear(const bf16* x, int64_t ldx, int64_t m, const bf16* weight, const bf16* bias,
                 int64_t n, int64_t k, bf16* y, int64_t ldy, int threads) {
-  const int64_t pairs = (k + 1) / 2, panels = (n + PANEL - 1) / PANEL;
-  const Tiles tiles(m);
-  int32_t* rows = scratch(m * pairs);
-  for (int64_t t = 0; t < tiles.count; ++t)
-    pack_rows(x + tiles.start(t) * ldx, ldx, tiles.height(t), k, rows + tiles.start(t) * pairs);
-  const Call call{weight, bias, y, n, pairs, ldy};
-  int64_t block = tiles.count <= 2 ? 1 : BLOCK_BYTES / (pairs * 64 * 2);
-  block = std::max<int64_t>(1, std::min(block, panels / threads));
-  const int64_t blocks = (panels + block - 1) / block;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-  for (int64_t i = 0; i < blocks; ++i)
-    run_block(call, tiles, rows, i * block, std::min(panels, (i + 1) * block));
+  const Linear layer{weight, bias, y, n, ldy};
+  linear(x, ldx, m, k, &layer, 1, threads);
 }
 
 // Reads `bytes` with the same threads, and does nothing else: the floor of a decode step.

@@ -57,20 +57,20 @@ class PackedLinear:
 
     def __init__(self, kernel: LinearKernel, linear: nn.Linear, packed: Tensor) -> None:
         self._run, self._threads = kernel.run, kernel.threads
-        self._n, self._k = linear.out_features, linear.in_features
+        self.n, self.k = linear.out_features, linear.in_features
         self._packed, self._bias = packed, linear.bias
-        self._weight_at = packed.data_ptr()
-        self._bias_at = None if linear.bias is None else linear.bias.data_ptr()
+        self.weight_at = packed.data_ptr()
+        self.bias_at = None if linear.bias is None else linear.bias.data_ptr()
 
     def __call__(self, x: Tensor, *_: Any) -> Tensor:
-        n, k = self._n, self._k
+        n, k = self.n, self.k
         assert x.dtype is torch.bfloat16
         assert x.shape[-1] == k
         if not x.is_contiguous():
             x = x.contiguous()
         y = x.new_empty((*x.shape[:-1], n))
         m = y.numel() // n
-        weight, bias = self._weight_at, self._bias_at
+        weight, bias = self.weight_at, self.bias_at
         self._run(x.data_ptr(), k, m, weight, bias, n, k, y.data_ptr(), n, self._threads)
         return y
 

@@ -1,0 +1,164 @@
+// One decoder layer of the Llama kind, bfloat16, in one call:
+//
+//   h = x + o(attention(rotate(q), rotate(k), v)),  q, k, v = projections of norm(x)
+//   y = h + down(silu(gate(norm(h))) * up(norm(h)))
+//
+// Everything is rounded to bfloat16 where transformers' own layers round it, and
+// computed row by row: a row's bits depend on that row and its sequence alone.
+#include "attention.h"
+#include "linear.h"
+
+namespace {
+
+inline __m512 load(const bf16* p, __mmask16 mask) {
+  return widen(_mm256_maskz_loadu_epi16(mask, p));
+}
+inline void save(bf16* p, __mmask16 mask, __m512 x) {
+  _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(x));
+}
+inline __m512 rounded(__m512 x) { return widen((__m256i)_mm512_cvtneps_pbh(x)); }
+inline __mmask16 lanes(int64_t left) {
+  return left >= 16 ? __mmask16(0xffff) : __mmask16((1u << left) - 1);
+}
+
+// Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+void norm(const bf16* x, const bf16* weight, float epsilon, int64_t n, bf16* out) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t i = 0; i < n; i += 16) {
+    const __m512 a = load(x + i, lanes(n - i));
+    sum = _mm512_fmadd_ps(a, a, sum);
+  }
+  const float mean = _mm512_reduce_add_ps(sum) / float(n);
+  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean + epsilon));
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 mask = lanes(n - i);
+    const __m512 a = rounded(_mm512_mul_ps(load(x + i, mask), scale));
+    save(out + i, mask, _mm512_mul_ps(a, load(weight + i, mask)));
+  }
+}
+
+// Su et al. 2021, "RoFormer", halves as in GPT-NeoX: x * cos + (-second, first) * sin.
+void rotate(bf16* x, const bf16* cos, const bf16* sin, int64_t d) {
+  const int64_t half = d / 2;
+  for (int64_t i = 0; i < half; i += 16) {
+    const __mmask16 mask = lanes(half - i);
+    const __m512 a = load(x + i, mask), b = load(x + half + i, mask);
+    const __m512 a_cos = rounded(_mm512_mul_ps(a, load(cos + i, mask)));
+    const __m512 b_sin = rounded(_mm512_mul_ps(b, load(sin + i, mask)));
+    const __m512 b_cos = rounded(_mm512_mul_ps(b, load(cos + half + i, mask)));
+    const __m512 a_sin = rounded(_mm512_mul_ps(a, load(sin + half + i, mask)));
+    save(x + i, mask, _mm512_sub_ps(a_cos, b_sin));
+    save(x + half + i, mask, _mm512_add_ps(b_cos, a_sin));
+  }
+}
+
+// out = silu(gate) * up; Elfwing et al. 2017. out may be gate.
+void gated(const bf16* gate, const bf16* up, int64_t n, bf16* out) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 mask = lanes(n - i);
+    const __m512 x = load(gate + i, mask);
+    const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+    const __m512 e = exp_of(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)));
+    const __m512 top = _mm512_mask_mov_ps(one, negative, e);
+    const __m512 silu = _mm512_mul_ps(x, _mm512_div_ps(top, _mm512_add_ps(one, e)));
+    save(out + i, mask, _mm512_mul_ps(rounded(silu), load(up + i, mask)));
+  }
+}
+
+void add(const bf16* x, const bf16* y, int64_t n, bf16* out) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 mask = lanes(n - i);
+    save(out + i, mask, _mm512_add_ps(load(x + i, mask), load(y + i, mask)));
+  }
+}
+
+// A packed weight and its bias (or none).
+struct Packed {
+  const bf16 *weight, *bias;
+};
+
+struct Weights {
+  Packed q, k, v, o, gate, up, down;
+  const bf16 *input_norm, *inner_norm, *q_norm, *k_norm;  // the last two may be null
+  int64_t hidden, inner, heads, groups, d, window;
+  float epsilon, scale;
+};
+
+// Memory of one thread's forward; kept for the next layer.
+bf16* memory_for(int64_t count) {
+  thread_local std::vector<bf16> memory;
+  if (int64_t(memory.size()) < count) memory.resize(count);
+  return memory.data();
+}
+
+void norm_rows(const bf16* x, const bf16* weight, const Weights& w, int64_t rows, bf16* out,
+               int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 16)
+  for (int64_t t = 0; t < rows; ++t)
+    norm(x + t * w.hidden, weight, w.epsilon, w.hidden, out + t * w.hidden);
+}
+
+void add_rows(const bf16* x, const bf16* y, const Weights& w, int64_t rows, bf16* out,
+              int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 16)
+  for (int64_t t = 0; t < rows; ++t)
+    add(x + t * w.hidden, y + t * w.hidden, w.hidden, out + t * w.hidden);
+}
+
+// The query and key heads of one row.
+void prepare_heads(bf16* x, const bf16* weight, int64_t heads, const Weights& w, const bf16* cos,
+                   const bf16* sin) {
+  for (int64_t h = 0; h < heads; ++h) {
+    if (weight) norm(x + h * w.d, weight, w.epsilon, w.d, x + h * w.d);
+    rotate(x + h * w.d, cos, sin, w.d);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// x [rows][hidden] to y, which may not be x. cos, sin: [rows][d]. keys, values: the
+// layer's part of the pool. Rows beyond step->rows are padding and attend to nothing.
+void epd_layer(const Weights* weights, const Step* step, int64_t rows, const bf16* x,
+               const bf16* cos, const bf16* sin, bf16* keys, bf16* values, int64_t block_stride,
+               bf16* y, int threads) {
+  const Weights& w = *weights;
+  const int64_t q_size = w.heads * w.d, k_size = w.groups * w.d, wide = q_size + 2 * k_size;
+  bf16* normed = memory_for(rows * (w.hidden + std::max(wide + q_size, 2 * w.inner)));
+  bf16* qkv = normed + rows * w.hidden;
+  bf16* mixed = qkv + rows * wide;
+  norm_rows(x, w.input_norm, w, rows, normed, threads);
+  const Linear projections[] = {
+      {w.q.weight, w.q.bias, qkv, q_size, wide},
+      {w.k.weight, w.k.bias, qkv + q_size, k_size, wide},
+      {w.v.weight, w.v.bias, qkv + q_size + k_size, k_size, wide}};
+  linear(normed, w.hidden, rows, w.hidden, projections, 3, threads);
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 16)
+  for (int64_t t = 0; t < rows; ++t) {
+    prepare_heads(qkv + t * wide, w.q_norm, w.heads, w, cos + t * w.d, sin + t * w.d);
+    prepare_heads(qkv + t * wide + q_size, w.k_norm, w.groups, w, cos + t * w.d, sin + t * w.d);
+  }
+  const Attention a{keys, values, block_stride, w.heads, w.groups, w.d, w.d,
+                    qkv, qkv + q_size, qkv + q_size + k_size,
+                    wide, w.d, wide, w.d, wide, w.d, mixed, w.scale, w.window};
+  attention(*step, a, threads);
+  memset(mixed + step->rows * q_size, 0, (rows - step->rows) * q_size * sizeof(bf16));
+  const Linear output{w.o.weight, w.o.bias, normed, w.hidden, w.hidden};
+  linear(mixed, q_size, rows, q_size, &output, 1, threads);
+  add_rows(x, normed, w, rows, y, threads);
+
+  norm_rows(y, w.inner_norm, w, rows, normed, threads);
+  bf16 *gate = normed + rows * w.hidden, *up = gate + rows * w.inner;
+  const Linear both[] = {{w.gate.weight, w.gate.bias, gate, w.inner, w.inner},
+                         {w.up.weight, w.up.bias, up, w.inner, w.inner}};
+  linear(normed, w.hidden, rows, w.hidden, both, 2, threads);
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1)
+  for (int64_t t = 0; t < rows; ++t)
+    gated(gate + t * w.inner, up + t * w.inner, w.inner, gate + t * w.inner);
+  const Linear down{w.down.weight, w.down.bias, normed, w.hidden, w.hidden};
+  linear(gate, w.inner, rows, w.inner, &down, 1, threads);
+  add_rows(y, normed, w, rows, y, threads);
+}
+}
