@@ -36,7 +36,8 @@ from epd.runtime.memory import OwnedMemory
 from epd.runtime.stage import Description, Load
 from epd.runtime.steps import StepLoop
 from epd.runtime.streams import Stopwatch, Streams
-from epd.sampling.params import finish_reason, validate
+from epd.sampling.grammar import Grammars, Matcher
+from epd.sampling.params import validate
 from epd.sampling.state import SamplerState
 from epd.transfer.contract import Handle, mismatch
 
@@ -67,6 +68,8 @@ class DecodeWorker:
             config.decode.max_queue,
         )
         self._runner = Runner(lm, self._pool)
+        spec = self.spec
+        self._grammars = Grammars(spec.path, spec.vocab_size, spec.eos_token_ids)
         self._reader = KvReader(self.spec, self._pool, memory)
         self._tickets: dict[int, Ticket] = {}
         self._next_key = 0
@@ -80,7 +83,16 @@ class DecodeWorker:
 
     # -- one request --------------------------------------------------------
 
-    def submit(self, job: DecodeJob) -> Ticket:
+    async def compile(self, job: DecodeJob) -> Matcher | None:
+        """The job's grammar after the output so far; for `submit`.
+
+        Raises:
+            EpdError: the grammar can't be used.
+        """
+        output = job.token_ids[job.prompt_length :]
+        return await self._grammars.compile(job.sampling.grammar, output)
+
+    def submit(self, job: DecodeJob, matcher: Matcher | None = None) -> Ticket:
         """Check and join a request; `close` the ticket whatever happens then.
 
         Raises:
@@ -98,7 +110,7 @@ class DecodeWorker:
         most = min(total + left - 1, self._max_context)
         self._scheduler.admit(key, total, most, job.arrival_ms or time.time() * 1000)
         prompt, output = job.token_ids[: job.prompt_length], job.token_ids[job.prompt_length :]
-        ticket = Ticket(key, job, SamplerState(job.sampling, prompt, output))
+        ticket = Ticket(key, job, SamplerState(job.sampling, prompt, output, matcher))
         self._tickets[key] = ticket
         return ticket
 
@@ -254,14 +266,9 @@ class DecodeWorker:
 
     def _accept(self, ticket: Ticket, token: SampledToken) -> FinishReason | None:
         """The token is output now; whether it is the last."""
-        ticket.sampler.append(token.id)
         ticket.last_id = token.id
-        return finish_reason(
-            ticket.job.sampling,
-            token.id,
-            ticket.sampler.num_output,
-            context_full=ticket.length >= self._max_context,
-        )
+        context_full = ticket.length + 1 >= self._max_context
+        return ticket.sampler.accept(token.id, context_full=context_full)
 
     def _finish(self, ticket: Ticket, reason: FinishReason) -> None:
         metrics.observe_phases(self.stage, ticket.timing)
@@ -327,6 +334,7 @@ class DecodeWorker:
 
     async def shut_down(self) -> None:
         await self.steps.close()
+        self._grammars.close()
         await self.memory.close()
 
 

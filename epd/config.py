@@ -106,6 +106,8 @@ class LimitsConfig(_Section):
     max_image_bytes: int = Field(20 << 20, ge=1)
     max_image_pixels: int = Field(24_000_000, ge=1)
     """Checked in the header, before any decoding."""
+    max_image_scans: int = Field(64, ge=1)
+    """Scans of a progressive JPEG; each costs a pass over the picture, and 20 bytes."""
     low_detail_pixels: int = Field(512 * 512, ge=1)
     """A picture with detail "low" is reduced to so many pixels; "high" and "auto" never."""
     max_aspect_ratio: float = Field(200.0, ge=1)
@@ -114,6 +116,9 @@ class LimitsConfig(_Section):
     max_stop_strings: int = Field(16, ge=1)
     max_stop_length: int = Field(256, ge=1)
     max_top_logprobs: int = Field(20, ge=0)
+    max_grammar_bytes: int = Field(64 << 10, ge=1)
+    """A JSON schema, regular expression or list of choices."""
+    max_guided_choices: int = Field(1024, ge=1)
     default_max_tokens: int = Field(256, ge=1)
     max_inflight: int = Field(256, ge=1)
     """Requests that one gateway works on; more get 429."""

@@ -22,6 +22,20 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
+class GrammarKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the whole output must match."""
+
+    kind: GrammarKind
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen; see SamplingParams in common.proto."""
@@ -45,6 +59,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    grammar: Grammar | None = None
 
     @property
     def ending_ids(self) -> frozenset[int]:

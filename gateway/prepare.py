@@ -5,20 +5,25 @@ Everything slow runs off the event loop: images in threads, prompts in `PromptPo
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from epd.config import Config
-from epd.errors import EpdError, ErrorKind
+from epd.errors import EpdError, ErrorKind, invalid
 from epd.jobs import ImageItem, SamplingParams
+from epd.sampling.grammar import Grammars
 from epd.text.prompt import PromptPlan
+from gateway.constraints import Constraint
 from gateway.images import Picture, PictureReader, Served
 from gateway.prompts import PromptPool
 from gateway.request import PlannedRequest
 from gateway.schema import ChatCall, Generation
 from gateway.workers import Limits
+
+_GRAMMAR_S = 5.0
 
 
 class Preparer:
@@ -32,6 +37,8 @@ class Preparer:
         self._prompts = prompts
         self._limits = limits
         self._reader = PictureReader(served, config)
+        spec = served.spec
+        self._grammars = Grammars(spec.path, spec.vocab_size, spec.eos_token_ids)
 
     @property
     def max_context(self) -> int:
@@ -50,6 +57,7 @@ class Preparer:
             EpdError: the user's fault, naming the field.
         """
         arrival_ms = int(time.time() * 1000)
+        await self._check_grammar(call.generation.constraint)
         sources = call.conversation.images
         pictures = await self._reader.read(sources)
         sizes = [picture.size for picture in pictures]
@@ -69,7 +77,24 @@ class Preparer:
             arrival_ms=arrival_ms,
         )
 
+    async def _check_grammar(self, constraint: Constraint | None) -> None:
+        """Compile it here first, so that its fault has the name of the client's field."""
+        if constraint is None:
+            return
+        try:
+            async with asyncio.timeout(_GRAMMAR_S):
+                await self._grammars.compile(constraint.grammar, ())
+        except EpdError as error:
+            if error.mapping.users_fault:
+                reason = error.message.removeprefix("grammar: ")
+                raise invalid(f"{constraint.param}: {reason}", constraint.param) from error
+            raise
+        except TimeoutError:
+            reason = f"{constraint.param}: takes more than {_GRAMMAR_S:g} s to compile"
+            raise invalid(reason, constraint.param) from None
+
     async def close(self) -> None:
+        self._grammars.close()
         self._reader.close()
         await self._prompts.close()
 

@@ -16,6 +16,7 @@ import orjson
 from epd.config import LimitsConfig
 from epd.errors import invalid
 from epd.jobs import SamplingParams
+from gateway.constraints import Constraint, read_constraint
 from gateway.content import Conversation, read_messages
 from gateway.fields import Fields
 
@@ -33,11 +34,7 @@ _NOT_SERVED: dict[str, Sequence[Any]] = {
     "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
     "guided_grammar": (),
     "modalities": (["text"],),
     "audio": (),
@@ -80,6 +77,8 @@ class Generation:
     max_tokens: int | None
     seed: int | None
     stop: tuple[str, ...]
+    constraint: Constraint | None = None
+    """Where `sampling.grammar` comes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +131,7 @@ def read_generation(fields: Fields, limits: LimitsConfig, vocab_size: int) -> Ge
     if repetition == 0:
         raise fields.wrong("repetition_penalty", "must be more than 0")
     logprobs, top_logprobs = _logprobs(fields, limits)
+    constraint = read_constraint(fields, limits)
     sampling = SamplingParams(
         temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
         top_k=max(fields.integer("top_k", -1, _MANY_TOKENS) or 0, 0),
@@ -146,9 +146,10 @@ def read_generation(fields: Fields, limits: LimitsConfig, vocab_size: int) -> Ge
         ignore_eos=fields.boolean("ignore_eos"),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
+        grammar=constraint.grammar if constraint else None,
     )
     seed = fields.integer("seed", -_INT64, 2 * _INT64 - 1)
-    return Generation(sampling, max_tokens, seed, _stop(fields, limits))
+    return Generation(sampling, max_tokens, seed, _stop(fields, limits), constraint)
 
 
 def _max_tokens(fields: Fields) -> int | None:

@@ -13,6 +13,7 @@ from epd.errors import EpdError, ErrorKind, invalid
 from epd.jobs import PrefillJob
 from epd.models.lm import LanguageModel
 from epd.runtime.streams import Stopwatch
+from epd.sampling.grammar import Grammars
 from epd.sampling.params import validate
 from epd.sampling.state import SamplerState
 from prefill.embeddings import Landing
@@ -31,6 +32,8 @@ class Planner:
         self._landing = landing
         self._max_top_logprobs = config.limits.max_top_logprobs
         self._keys = itertools.count()
+        spec = lm.spec
+        self._grammars = Grammars(spec.path, spec.vocab_size, spec.eos_token_ids)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefill-positions")
 
     async def plan(self, job: PrefillJob) -> Ticket:
@@ -48,6 +51,9 @@ class Planner:
             job.items,
             job.prompt_length,
         )
+        matcher = await self._grammars.compile(
+            job.sampling.grammar, job.token_ids[job.prompt_length :]
+        )
         prompt, output = job.token_ids[: job.prompt_length], job.token_ids[job.prompt_length :]
         return Ticket(
             key=next(self._keys),
@@ -55,7 +61,7 @@ class Planner:
             positions=positions,
             delta=delta,
             spans=item_spans(job, self._lm.spec.image_token_id),
-            sampler=SamplerState(job.sampling, prompt, output),
+            sampler=SamplerState(job.sampling, prompt, output, matcher),
             since=since,
         )
 
@@ -74,4 +80,5 @@ class Planner:
         self._landing.check_fits(job.items)
 
     def close(self) -> None:
+        self._grammars.close()
         self._thread.shutdown(wait=False, cancel_futures=True)

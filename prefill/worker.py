@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from epd.config import Config
 from epd.errors import EpdError, invalid
 from epd.handoff import embedding_bytes
-from epd.jobs import FinishReason, PrefillJob, SampledToken, Stage
+from epd.jobs import PrefillJob, SampledToken, Stage
 from epd.kv.blocks import BlockAllocator
 from epd.kv.pool import KvPool
 from epd.models.lm import LanguageModel
@@ -33,7 +33,6 @@ from epd.runtime.memory import OwnedMemory
 from epd.runtime.stage import Description, Load
 from epd.runtime.steps import StepLoop
 from epd.runtime.streams import Stopwatch, Streams
-from epd.sampling.params import finish_reason
 from epd.transfer.contract import Handle
 from prefill.budget import StepBudget
 from prefill.embeddings import Landing
@@ -271,13 +270,8 @@ class PrefillWorker:
             self._first_token(ticket, outcome.token)
 
     def _first_token(self, ticket: Ticket, token: SampledToken) -> None:
-        output = ticket.total - ticket.job.prompt_length + 1
-        finish: FinishReason | None = finish_reason(
-            ticket.job.sampling,
-            token.id,
-            output,
-            context_full=ticket.total + 1 >= self._max_context,
-        )
+        context_full = ticket.total + 1 >= self._max_context
+        finish = ticket.sampler.accept(token.id, context_full=context_full)
         self._free_landing(ticket)
         if not ticket.job.decode_follows:  # nobody will read them
             self._lessor.end(ticket)

@@ -8,7 +8,15 @@ the field as it is called in the proto.
 from __future__ import annotations
 
 from epd.errors import invalid
-from epd.jobs import FinishReason, ImageItem, SampledToken, SamplingParams, StageTiming
+from epd.jobs import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    ImageItem,
+    SampledToken,
+    SamplingParams,
+    StageTiming,
+)
 from epd.transfer.contract import Contract, Handle, Peer, Span
 from protos.epd.v1 import common_pb2 as pb
 
@@ -42,7 +50,22 @@ def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
         top_logprobs=params.top_logprobs,
+        grammar=grammar_to_proto(params.grammar),
     )
+
+
+def grammar_to_proto(grammar: Grammar | None) -> pb.Grammar | None:
+    if grammar is None:
+        return None
+    message = pb.Grammar()
+    setattr(message, str(grammar.kind), grammar.text)
+    return message
+
+
+def grammar_from_proto(message: pb.SamplingParams) -> Grammar | None:
+    """None where the output is free."""
+    kind = message.grammar.WhichOneof("kind") if message.HasField("grammar") else None
+    return None if kind is None else Grammar(GrammarKind(kind), getattr(message.grammar, kind))
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
@@ -65,6 +88,7 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs,
         top_logprobs=message.top_logprobs,
+        grammar=grammar_from_proto(message),
     )
 
 

@@ -66,7 +66,10 @@ class Sampler:
         params = state.params
         greedy = params.temperature < GREEDY_BELOW
         if state.adjusts:
-            logits_V = state.adjust(logits_V)
+            try:
+                logits_V = state.adjust(logits_V)
+            except EpdError as error:
+                return error
             best, index = logits_V.max(-1)
             if not bool(torch.isfinite(best)):
                 return _nothing_left()
@@ -146,6 +149,6 @@ def _broken() -> EpdError:
 def _nothing_left() -> EpdError:
     return EpdError(
         ErrorKind.INVALID_REQUEST,
-        "penalties, logit_bias and min_tokens leave no token to sample",
+        "penalties, logit_bias, min_tokens and grammar leave no token to sample",
         param="logit_bias",
     )

@@ -94,7 +94,7 @@ def test_what_is_not_served_is_refused_by_name(name: str) -> None:
         ({"n": 2}, "n"),
         ({"n": True}, "n"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"something_new": 1}, "something_new"),
         ({"model": 5}, "model"),
         ({"model": None}, "model"),

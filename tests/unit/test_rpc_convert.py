@@ -14,6 +14,8 @@ from epd.jobs import (
     DecodeJob,
     EncodeJob,
     FinishReason,
+    Grammar,
+    GrammarKind,
     ImageItem,
     PrefillJob,
     SampledToken,
@@ -50,6 +52,7 @@ sampling = st.builds(
     ignore_eos=st.booleans(),
     logprobs=st.booleans(),
     top_logprobs=U32,
+    grammar=st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), st.text()),
 )
 handles = st.builds(
     Handle,
