@@ -108,9 +108,10 @@ async def _chat(
     request: Request, request_id: str, service: ChatService, vocab_size: int
 ) -> Response:
     limits = service.config.limits
-    body = await read_body(request, limits.max_body_bytes)
-    call = parse_body(body, limits, vocab_size)
-    del body
+    with service.receiving():
+        body = await read_body(request, limits.max_body_bytes, limits.request_deadline_s)
+        call = parse_body(body, limits, vocab_size)
+        del body
     if client_id := request.headers.get("x-request-id", ""):
         shown = "".join(filter(str.isprintable, client_id[:_MAX_CLIENT_ID]))
         _log.info("client calls this request %s", shown)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
@@ -59,6 +60,21 @@ class ChatService:
         self.vocabulary = Vocabulary(tokenizer)
         self.draining = False
         self.inflight = 0
+        self._receiving = 0
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """While a request's body is read: bodies that are held are bounded, too.
+
+        Raises:
+            EpdError: no room for another request.
+        """
+        self._check_room()
+        self._receiving += 1
+        try:
+            yield
+        finally:
+            self._receiving -= 1
 
     async def open(
         self, call: ChatCall, request_id: str, deadline_s: float | None = None
@@ -79,7 +95,8 @@ class ChatService:
         longest = self.config.limits.request_deadline_s
         allowed = longest if deadline_s is None else min(deadline_s, longest)
         deadline = asyncio.get_running_loop().time() + allowed
-        self._enter()
+        self._check_room()
+        self.inflight += 1
         try:
             async with asyncio.timeout_at(deadline):
                 timeline.begin("plan")
@@ -102,18 +119,16 @@ class ChatService:
             raise
         return answer
 
-    def _enter(self) -> None:
+    def _check_room(self) -> None:
         if self.draining:
             raise EpdError(
                 ErrorKind.STAGE_UNAVAILABLE, "the gateway is shutting down", retry_after_s=1.0
             )
-        if self.inflight >= self.config.limits.max_inflight:
+        busy = self.inflight + self._receiving
+        if busy >= self.config.limits.max_inflight:
             raise EpdError(
-                ErrorKind.OVERLOADED,
-                f"{self.inflight} requests are in flight already",
-                retry_after_s=1.0,
+                ErrorKind.OVERLOADED, f"{busy} requests are in flight already", retry_after_s=1.0
             )
-        self.inflight += 1
 
 
 class Answer:

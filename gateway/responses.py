@@ -28,13 +28,22 @@ class ClientGone(Exception):
     """The client closed its connection; there is nobody to answer."""
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int, within_s: float) -> bytes:
     """The whole body.
 
     Raises:
-        EpdError: REQUEST_TOO_LARGE.
+        EpdError: REQUEST_TOO_LARGE, or DEADLINE_EXCEEDED if it took too long.
         ClientGone: it left while sending.
     """
+    try:
+        async with asyncio.timeout(within_s):
+            return await _read_body(request, limit)
+    except TimeoutError:
+        reason = f"the body took more than {within_s:g} s"
+        raise EpdError(ErrorKind.DEADLINE_EXCEEDED, reason) from None
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise await _too_large(request, limit)

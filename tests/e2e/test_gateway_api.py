@@ -177,6 +177,24 @@ def _body() -> bytes:
     return json.dumps(body()).encode()
 
 
+async def test_bodies_that_are_being_sent_count(house: House) -> None:
+    most = house.gateway.service.config.limits.max_inflight
+    slow = [
+        await asyncio.open_connection("127.0.0.1", int(house.http.rpartition(":")[2]))
+        for _ in range(most)
+    ]
+    for _, writer in slow:
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n{{"
+        writer.write(head.encode())
+        await writer.drain()
+    await asyncio.sleep(0.1)
+    error_of(await house.chat(), 429)
+    for _, writer in slow:
+        writer.close()
+    await asyncio.sleep(0.1)
+    assert (await house.chat()).status == 200
+
+
 async def test_health_metrics_and_state(house: House) -> None:
     await house.chat()
     assert (await get(house.http, "/health")).status == 200
