@@ -68,6 +68,8 @@ _TRANSPOSE = {
     8: Image.Transpose.ROTATE_90,
 }
 _MOST_IN_16_BITS = 65535
+_SCAN = b"\xff\xda"
+"""Starts a JPEG's scan, and stands nowhere inside one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,8 @@ def _open(data: bytes, limits: LimitsConfig, param: str) -> tuple[Image.Image, I
         _refuse(error, data, param)
     width, height = picture.size
     _check_size(width, height, limits, param)
+    if picture.format in ("JPEG", "MPO") and (scans := data.count(_SCAN)) > limits.max_image_scans:
+        raise _large(f"the image has {scans} scans; {limits.max_image_scans} are allowed", param)
     if picture.mode in ("I", "F"):
         raise _bad("the image has 32-bit samples, whose scale is unknown; 8 or 16 are read", param)
     orientation = _orientation(picture)

@@ -63,6 +63,20 @@ def gray16(samples: np.ndarray[Any, Any]) -> bytes:
     return png(width, height, 16, 0, rows)
 
 
+def scan_bomb(scans: int, side: int = 4800) -> bytes:
+    """A progressive JPEG that repeats its last scan: 60 bytes for 50 ms of work."""
+    data = file(Image.new("L", (side, side), 200), "JPEG", progressive=True, quality=50)
+    segments, at = [], 2
+    while data[at + 1] != 0xD9:
+        end = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+        if data[at + 1] == 0xDA:
+            while data[end] != 0xFF or data[end + 1] == 0:
+                end += 1
+        segments.append(data[at:end])
+        at = end
+    return data[:2] + b"".join(segments) + b"".join(segments[-2:]) * scans + b"\xff\xd9"
+
+
 def data_url(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 

@@ -21,6 +21,7 @@ from PIL import Image, ImageDraw, ImageOps, features
 
 from epd import images
 from epd.config import LimitsConfig
+from epd.errors import EpdError
 from tests.cases.pictures import (
     ask,
     body,
@@ -37,6 +38,7 @@ from tests.cases.pictures import (
     prompt_tokens,
     quad,
     refused,
+    scan_bomb,
     solid,
     text,
 )
@@ -466,6 +468,29 @@ def test_img_detail_low_reduces_the_picture(cluster: Cluster) -> None:
     assert distance(small_low, ask(cluster, file(small))) < SAME
     reply = cluster.chat(body(part(data_url(file(small)), detail="ultra")))
     refused(reply, "ultra", "messages[0].content[0].image_url.detail", "invalid_request")
+
+
+def test_img_02_a_file_that_decodes_for_minutes_dies_alone(cluster: Cluster) -> None:
+    """150 KB, 55 s of CPU, all of it legal JPEG. Its decoder is killed after 3 s of CPU."""
+    bomb = scan_bomb(1000)
+    encode = cluster.worker("encode")
+    lost = counter(encode.metrics(), "epd_decoders_lost_total")
+    usual = max(ask(cluster, file(quad())).seconds for _ in range(3))
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(ask, cluster, bomb)
+        time.sleep(0.5)
+        beside = [ask(cluster, file(quad())) for _ in range(5)]
+        refused(slow.result(), "takes more than 3 s to decode")
+    assert {reply.status for reply in beside} == {200}
+    assert sorted(reply.seconds for reply in beside)[2] < 5 * usual + 0.5, "others waited for it"
+    assert counter(encode.metrics(), "epd_decoders_lost_total") == lost + 1
+    assert ask(cluster, file(quad())).status == 200
+
+
+def test_img_15_scans_are_counted_in_the_header() -> None:
+    with pytest.raises(EpdError, match=r"has 106 scans; 64 are allowed"):
+        images.read_header(scan_bomb(100, 64), LIMITS, "test")
+    images.read_header(file(noise(500, 500), "JPEG", progressive=True), LIMITS, "test")
 
 
 def test_img_a_file_can_not_hold_up_others(cluster: Cluster) -> None:
