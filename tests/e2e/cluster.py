@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO_CHECKPOINT = ROOT / "demo" / "checkpoint"
 GATEWAY, STAGES = "gateway", ("encode", "prefill", "decode")
 
-START_LIMIT_S = 120.0
+START_LIMIT_S = 200.0
 IDLE_LIMIT_S = 15.0
 
 _WORKER = ("streams", "running", "waiting", "tickets", "leases_open", "leased_bytes")
