@@ -145,7 +145,11 @@ def _compiler() -> Finding:
     for name in ("c++", "g++", "clang++"):
         if path := shutil.which(name):
             return Finding("c++ compiler", Level.OK, path)
-    return Finding("c++ compiler", Level.WARNING, "none found; only torch.compile would need one")
+    return Finding(
+        "c++ compiler",
+        Level.WARNING,
+        "none found: bfloat16 runs without the compiled kernels, slower",
+    )
 
 
 def _wheel(device: str) -> Finding:
