@@ -118,6 +118,8 @@ class LimitsConfig(_Section):
     max_top_logprobs: int = Field(20, ge=0)
     max_grammar_bytes: int = Field(64 << 10, ge=1)
     """A JSON schema, regular expression or list of choices."""
+    max_choices: int = Field(16, ge=1, le=128)
+    """`n`: answers to one prompt. Each takes a place in decode of its own."""
     max_guided_choices: int = Field(1024, ge=1)
     default_max_tokens: int = Field(256, ge=1)
     max_inflight: int = Field(256, ge=1)
@@ -136,6 +138,8 @@ class GatewayConfig(_Section):
     dead_s: float = Field(2.0, gt=0)
     cancel_bound_s: float = Field(6.0, gt=0)
     """How long to wait for a reader's ReadsTerminal."""
+    header_workers: int = Field(2, ge=1)
+    """Processes that read the headers of picture files."""
     preprocess_workers: int = Field(1, ge=0)
     """Processes that count image tokens; 0: in the gateway's own process."""
 

@@ -1,7 +1,7 @@
 """A request's pictures: read or fetched, checked by their headers, named by a digest.
 
-Fetching is on the event loop, the rest in threads. Pictures of one request are worked on
-side by side; the first fault ends the others.
+Fetching is on the event loop, headers are read in a sandbox, the rest in threads. Pictures
+of one request are worked on side by side; the first fault ends the others.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
-from epd.images import item_digest, read_header, reduced_size
+from epd.images import ImageHeader, item_digest, reduced_size
 from epd.models.spec import ModelSpec
 from epd.text.messages import ImageSize
 from gateway.content import ImageSource
 from gateway.fetch import Fetcher, is_web_url
+from gateway.headers import HeaderReader
 from gateway.pictures import file_bytes
 
 _THREADS = 2
@@ -53,10 +55,12 @@ class PictureReader:
         self._served = served
         self._config = config
         self._fetcher = Fetcher(config.fetch)
+        self._headers = HeaderReader(config)
         self._threads = ThreadPoolExecutor(_THREADS, "image")
 
     def close(self) -> None:
         self._fetcher.close()
+        self._headers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def read(self, sources: Sequence[ImageSource]) -> list[Picture]:
@@ -83,11 +87,13 @@ class PictureReader:
                 fetches[url] = asyncio.create_task(self._fetcher.fetch(url, source.param))
             source = replace(source, value=await fetches[url])
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._inspect, source, images)
+        data = await loop.run_in_executor(self._threads, self._file, source)
+        header = await self._headers.read(data, source.param)
+        name = partial(self._named, source, images, data, header)
+        return await loop.run_in_executor(self._threads, name)
 
-    def _inspect(self, source: ImageSource, images: int) -> Picture:
-        limits, served = self._config.limits, self._served
-        data = file_bytes(source, limits)
+    def _file(self, source: ImageSource) -> bytes:
+        data = file_bytes(source, self._config.limits)
         most = self._config.rpc.encode_bytes - _JOB_OVERHEAD
         if len(data) > most:
             raise EpdError(
@@ -95,7 +101,10 @@ class PictureReader:
                 f"the image has more than {most} bytes",
                 param=source.param,
             )
-        header = read_header(data, limits, source.param)
+        return data
+
+    def _named(self, source: ImageSource, images: int, data: bytes, header: ImageHeader) -> Picture:
+        limits, served = self._config.limits, self._served
         whole = (header.width, header.height)
         size = reduced_size(*whole, limits.low_detail_pixels) if source.low_detail else whole
         max_pixels = limits.low_detail_pixels if size != whole else 0

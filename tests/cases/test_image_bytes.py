@@ -487,6 +487,19 @@ def test_img_02_a_file_that_decodes_for_minutes_dies_alone(cluster: Cluster) -> 
     assert ask(cluster, file(quad())).status == 200
 
 
+def test_img_02_a_header_that_takes_seconds_to_read(cluster: Cluster) -> None:
+    """A million empty chunks before the picture: the gateway goes on as if nothing was."""
+    picture = file(quad())
+    endless = picture[:33] + chunk(b"teSt", b"") * 1_500_000 + picture[33:]
+    asked = body(endless)
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(cluster.chat, asked)
+        others = [ask(cluster, picture) for _ in range(5)]
+        refused(slow.result(), "header takes more than 1 s to read")
+    assert {reply.status for reply in others} == {200}
+    assert ask(cluster, picture).status == 200
+
+
 def test_img_15_scans_are_counted_in_the_header() -> None:
     with pytest.raises(EpdError, match=r"has 106 scans; 64 are allowed"):
         images.read_header(scan_bomb(100, 64), LIMITS, "test")
