@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
+from openai import OpenAI
 from PIL import Image, ImageDraw
 
 _WORDS = (
@@ -101,53 +101,46 @@ def _message(rng: random.Random, kind: Kind, side: int, long_words: int) -> list
     return [{"role": "user", "content": parts}]
 
 
-def _ask(client: httpx.Client, model: str, messages: list[dict[str, Any]], tokens: int) -> Sample:
-    body = {
-        "model": model,
-        "messages": messages,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "timeline": True,
-        # Ids of a random model may be halves of characters, which make no text; logprobs
-        # come with every token.
-        "logprobs": True,
-    }
+def _ask(client: OpenAI, model: str, messages: list[Any], tokens: int) -> Sample:
     began = time.perf_counter()
     arrivals: list[float] = []
-    usage: dict[str, Any] = {}
-    timeline: list[dict[str, Any]] = []
-    with client.stream("POST", "/chat/completions", json=body) as response:
-        if response.status_code != 200:
-            raise SystemExit(f"{response.status_code}: {response.read()[:500]!r}")
-        for line in response.iter_lines():
-            if not line.startswith("data:") or line.endswith("[DONE]"):
-                continue
-            event = json.loads(line[5:])
-            if "error" in event:
-                raise SystemExit(event["error"])
-            usage = event.get("usage") or usage
-            timeline = _phases(event) or timeline
-            for choice in event.get("choices", []):
-                tokens_here = ((choice.get("logprobs") or {}).get("content")) or []
-                arrivals += [time.perf_counter()] * len(tokens_here)
+    usage: Any = None
+    phases: list[dict[str, Any]] = []
+    stream = client.chat.completions.create(
+        model=model,
+        messages=messages,
+        max_tokens=tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        # Ids of a random model may be halves of characters, which make no text; logprobs
+        # come with every token.
+        logprobs=True,
+        extra_body={"ignore_eos": True, "timeline": True},
+    )
+    for event in stream:
+        usage = event.usage or usage
+        phases = _phases((event.model_extra or {}).get("timeline")) or phases
+        for choice in event.choices:
+            content = (choice.logprobs and choice.logprobs.content) or []
+            arrivals += [time.perf_counter()] * len(content)
     sample = Sample(
         ttft=(arrivals[0] - began) * 1e3,
         tpot=(arrivals[-1] - arrivals[0]) * 1e3 / max(1, len(arrivals) - 1),
-        prompt_tokens=usage["prompt_tokens"],
+        prompt_tokens=usage.prompt_tokens,
     )
-    for phase in timeline:
+    for phase in phases:
         name = re.sub(r"\[\d+\]", "", phase["name"])
         sample.phases[name] = sample.phases.get(name, 0.0) + phase["duration_ms"]
         sample.moved[name] = sample.moved.get(name, 0) + phase.get("bytes", 0)
     return sample
 
 
-def _phases(event: dict[str, Any]) -> list[dict[str, Any]]:
-    timeline = event.get("timeline") or []
-    return timeline["phases"] if isinstance(timeline, dict) else timeline
+def _phases(timeline: Any) -> list[dict[str, Any]]:
+    phases: list[dict[str, Any]] = (
+        timeline["phases"] if isinstance(timeline, dict) else timeline or []
+    )
+    return phases
 
 
 @contextmanager
@@ -211,7 +204,7 @@ def measure(options: argparse.Namespace) -> None:
     samples: dict[str, list[Sample]] = defaultdict(list)
     with _service(options.checkpoint, options.settings) as (url, model, pids):
         idle = _memory(pids)
-        with httpx.Client(base_url=url, timeout=600) as client:
+        with OpenAI(base_url=url, api_key="none", timeout=600, max_retries=0) as client:
             for number in range(options.rounds + 1):
                 for kind in KINDS:
                     messages = _message(rng, kind, options.side, options.long_words)
