@@ -163,7 +163,7 @@ def _read_state(process: subprocess.Popen[str]) -> tuple[str, str, dict[str, int
     pids: dict[str, int] = {}
     assert process.stdout is not None
     for line in process.stdout:
-        if found := re.match(r"epd serve: (\S+) ready (\d+)", line):
+        if found := re.match(r"epd serve: (\S+) ready .*\bpid (\d+)", line):
             pids[found[1]] = int(found[2])
         if found := re.match(r"epd serve: serving (\S+) at (\S+) ", line):
             return found[2], found[1], pids
