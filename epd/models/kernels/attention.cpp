@@ -1,14 +1,21 @@
-// Attention over the paged cache, bfloat16, row by row: no gathered copy, no padding.
+// Attention over the paged cache, bfloat16: no gathered copy of a sequence, no padding.
 //
-// One task is one query token and one key/value head with all its query heads. Its
-// operations and their order depend on that token alone: on how many keys it sees, not
-// on the batch, the chunk or the blocks. So its bits are the same in every batch.
+// A task is one key/value head and a few query tokens of one sequence with all their
+// query heads: its "rows". Keys and values are packed block by block as a linear
+// layer's weights are, and met by the same register tile.
+//
+// The operations on a row and their order depend on the number of keys that it sees,
+// alone: products are chains over the head size and over the keys in order, sums of
+// weights go by the key's place modulo 16, and keys that a neighbour sees but this row
+// doesn't add exact zeros. So its bits are the same in every batch and chunk.
 #include "attention.h"
+#include "tile.h"
 
 namespace {
 
-constexpr int MAX_HEADS = 8;  // query heads of one pass; more are done in several
-constexpr int TILE = 16;      // keys whose scores fill one vector
+constexpr int64_t KEYS = 32;         // keys packed at a time
+constexpr int64_t TASK_ROWS = 24;    // most rows of a task, unless one token has more
+constexpr float NONE = -INFINITY;
 
 void write(bf16* cache, const bf16* x, int64_t token, int64_t head, int64_t dim, const Step& s,
            const Attention& l) {
@@ -18,83 +25,94 @@ void write(bf16* cache, const bf16* x, int64_t token, int64_t head, int64_t dim,
              x + t * token + g * head, dim * sizeof(bf16));
 }
 
-// Addresses of a sequence's rows of one head, key by key.
-struct Rows {
-  const bf16* base;
-  const int32_t* blocks;
-  int64_t block_tokens, block_stride, token_stride;
-  const bf16* at(int64_t place) const {
-    const uint32_t size = uint32_t(block_tokens), block = uint32_t(place) / size;
-    return base + blocks[block] * block_stride + (uint32_t(place) - block * size) * token_stride;
-  }
-  // Keys from `place` to the end of its block, at most up to `to`: they lie evenly.
-  int64_t run(int64_t place, int64_t to) const {
-    return std::min(to - place, block_tokens - place % block_tokens);
-  }
+// Query tokens [first, first + tokens) of one sequence.
+struct Task {
+  int64_t first, tokens, group;
 };
 
-inline __m512 pair_sum(__m512 a, __m512 b) {
-  return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-}
-inline __m512 quad_sum(__m512 a, __m512 b) {
-  const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
-  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
-                       _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-}
-template <int A, int B>
-inline __m512 lane_sum(__m512 a, __m512 b) {
-  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, A), _mm512_shuffle_f32x4(a, b, B));
+inline __mmask32 lanes32(int64_t left) {
+  return left >= 32 ? ~__mmask32(0) : left <= 0 ? 0 : (__mmask32(1) << left) - 1;
 }
 
-// The sums of 16 vectors, in order, by a fixed tree.
-inline __m512 sums(const __m512* x) {
-  __m512 four[4];
-  for (int i = 0; i < 4; ++i) {
-    const __m512* y = x + 4 * i;
-    four[i] = quad_sum(pair_sum(y[0], y[1]), pair_sum(y[2], y[3]));
+// Addresses of the keys (or values) [start, start + KEYS) of one head; null from `end` on.
+void places(const bf16* base, const int32_t* blocks, int64_t block_tokens, int64_t block_stride,
+            int64_t token_stride, int64_t start, int64_t end, const bf16** out) {
+  int64_t block = start / block_tokens, offset = start % block_tokens;
+  for (int64_t j = 0; j < KEYS; ++j) {
+    out[j] = start + j < end ? base + blocks[block] * block_stride + offset * token_stride
+                             : nullptr;
+    if (++offset == block_tokens) offset = 0, ++block;
   }
-  const __m512 low = lane_sum<0x88, 0xdd>(four[0], four[1]);
-  const __m512 high = lane_sum<0x88, 0xdd>(four[2], four[3]);
-  return lane_sum<0x88, 0xdd>(low, high);
 }
 
-// Scores of `heads` query heads for the keys [from, to): score[head * stride + key - from].
-// q: [heads][chunks of 32], zero beyond d. Places up to the next multiple of TILE get -inf.
-void scores(const bf16* q, int heads, int64_t d, const Rows& keys, int64_t from, int64_t to,
-            float scale, float* score, int64_t stride) {
-  const int64_t chunks = (d + 31) / 32;
-  const __mmask32 last = d % 32 ? (__mmask32(1) << d % 32) - 1 : ~__mmask32(0);
-  for (int64_t start = from; start < to; start += TILE) {
-    const int count = int(std::min<int64_t>(TILE, to - start));
-    const bf16* row[TILE];
-    for (int j = 0; j < TILE; ++j) row[j] = keys.at(start + std::min(j, count - 1));
-    for (int h = 0; h < heads; ++h) {
-      __m512 a[TILE];
-      for (int j = 0; j < TILE; ++j) a[j] = _mm512_setzero_ps();
-      for (int64_t c = 0; c < chunks; ++c) {
-        const __m512bh query = (__m512bh)_mm512_loadu_si512(q + (h * chunks + c) * 32);
-        const __mmask32 mask = c + 1 < chunks ? ~__mmask32(0) : last;
-#pragma GCC unroll 16
-        for (int j = 0; j < TILE; ++j)
-          a[j] = _mm512_dpbf16_ps(
-              a[j], query, (__m512bh)_mm512_maskz_loadu_epi16(mask, row[j] + 32 * c));
-      }
-      const __mmask16 there = __mmask16((1u << count) - 1);
-      const __m512 scaled = _mm512_mul_ps(sums(a), _mm512_set1_ps(scale));
-      const __m512 none = _mm512_set1_ps(-INFINITY);
-      _mm512_storeu_ps(score + h * stride + start - from,
-                       _mm512_mask_mov_ps(none, there, scaled));
+inline __m512i load_row(const bf16* row, int64_t column, int64_t width) {
+  if (!row) return _mm512_setzero_si512();
+  return _mm512_maskz_loadu_epi16(lanes32(width - column), row + column);
+}
+
+void transpose(__m512i* x) {
+  __m512i y[16];
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + 2 + j]);
+      x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + 2 + j]);
     }
+  for (int i = 0; i < 16; i += 8)
+    for (int j = 0; j < 4; ++j) {
+      y[i + j] = _mm512_shuffle_i32x4(x[i + j], x[i + 4 + j], 0x88);
+      y[i + 4 + j] = _mm512_shuffle_i32x4(x[i + j], x[i + 4 + j], 0xdd);
+    }
+  for (int j = 0; j < 8; ++j) {
+    x[j] = _mm512_shuffle_i32x4(y[j], y[8 + j], 0x88);
+    x[8 + j] = _mm512_shuffle_i32x4(y[j], y[8 + j], 0xdd);
   }
 }
 
-// Scores to weights exp(score - largest), in place; returns their sum. n: multiple of TILE.
+// 32 keys to a panel [d/2][32][2].
+void pack_keys(const bf16* const* row, int64_t d, int32_t* panel) {
+  const int64_t pairs = (d + 1) / 2;
+  for (int64_t column = 0; column < d; column += 32)
+    for (int half = 0; half < 2; ++half) {
+      __m512i x[16];
+      for (int j = 0; j < 16; ++j) x[j] = load_row(row[16 * half + j], column, d);
+      transpose(x);
+      const int64_t first = column / 2;
+      for (int64_t p = 0; p < std::min<int64_t>(16, pairs - first); ++p)
+        _mm512_storeu_si512(panel + (first + p) * 32 + 16 * half, x[p]);
+    }
+}
+
+// 32 values to panels [e/32][16 pairs of keys][32][2].
+void pack_values(const bf16* const* row, int64_t e, bf16* panels) {
+  static const struct Index {
+    alignas(64) uint16_t low[32], high[32];
+    Index() {
+      for (int i = 0; i < 32; ++i) {
+        low[i] = uint16_t(i / 2 + (i % 2) * 32);
+        high[i] = uint16_t(16 + i / 2 + (i % 2) * 32);
+      }
+    }
+  } index;
+  const __m512i low = _mm512_load_si512(index.low), high = _mm512_load_si512(index.high);
+  for (int64_t column = 0; column < e; column += 32)
+    for (int64_t p = 0; p < KEYS / 2; ++p, panels += 64) {
+      const __m512i a = load_row(row[2 * p], column, e), b = load_row(row[2 * p + 1], column, e);
+      _mm512_storeu_si512(panels, _mm512_permutex2var_epi16(a, low, b));
+      _mm512_storeu_si512(panels + 32, _mm512_permutex2var_epi16(a, high, b));
+    }
+}
+
+// Scores to weights exp(score - largest), in place; returns their sum. n: multiple of 16.
 float weights(float* score, int64_t n) {
-  __m512 largest = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
-  for (int64_t j = 0; j < n; j += TILE)
-    largest = _mm512_max_ps(largest, _mm512_loadu_ps(score + j));
+  __m512 largest = _mm512_set1_ps(NONE), total = _mm512_setzero_ps();
+  for (int64_t j = 0; j < n; j += 16)
+    largest = _mm512_max_ps(_mm512_loadu_ps(score + j), largest);
   const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
-  for (int64_t j = 0; j < n; j += TILE) {
+  for (int64_t j = 0; j < n; j += 16) {
     const __m512 w = exp_of(_mm512_sub_ps(_mm512_loadu_ps(score + j), top));
     _mm512_storeu_ps(score + j, w);
     total = _mm512_add_ps(total, w);
@@ -102,64 +120,139 @@ float weights(float* score, int64_t n) {
   return _mm512_reduce_add_ps(total);
 }
 
-// out[h][32 columns] = sum over the keys of weight * value, times inverse[h].
-template <int H>
-void mix(const float* weight, int64_t stride, const Rows& values, int64_t from, int64_t to,
-         int64_t column, __mmask32 mask, const float* inverse, bf16* out, int64_t out_stride) {
-  __m512 a[H][2];
-  for (int h = 0; h < H; ++h) a[h][0] = a[h][1] = _mm512_setzero_ps();
-  for (int64_t start = from; start < to;) {
-    const bf16* value = values.at(start) + column;
-    for (int64_t left = values.run(start, to); left > 0; --left, ++start) {
-      const __m512i x = _mm512_maskz_loadu_epi16(mask, value);
-      const __m512 v0 = widen(_mm512_castsi512_si256(x));
-      const __m512 v1 = widen(_mm512_extracti64x4_epi64(x, 1));
-#pragma GCC unroll 8
-      for (int h = 0; h < H; ++h) {
-        const __m512 w = _mm512_set1_ps(weight[h * stride + start - from]);
-        a[h][0] = _mm512_fmadd_ps(w, v0, a[h][0]);
-        a[h][1] = _mm512_fmadd_ps(w, v1, a[h][1]);
-      }
-      value += values.token_stride;
-    }
-  }
-  for (int h = 0; h < H; ++h) {
-    const __m512 scale = _mm512_set1_ps(inverse[h]);
-    const __m512bh y =
-        _mm512_cvtne2ps_pbh(_mm512_mul_ps(a[h][1], scale), _mm512_mul_ps(a[h][0], scale));
-    _mm512_mask_storeu_epi16(out + h * out_stride + column, mask, (__m512i)y);
-  }
+// Memory of a thread, kept for the next task.
+template <class T, int WHICH>
+T* memory_for(int64_t count) {
+  thread_local std::vector<T> memory;
+  if (int64_t(memory.size()) < count) memory.resize(count);
+  return memory.data();
 }
 
-using Mix = void (*)(const float*, int64_t, const Rows&, int64_t, int64_t, int64_t, __mmask32,
-                     const float*, bf16*, int64_t);
-constexpr Mix MIX[MAX_HEADS + 1] = {nullptr, mix<1>, mix<2>, mix<3>, mix<4>,
-                                    mix<5>,  mix<6>, mix<7>, mix<8>};
+class Attend {
+ public:
+  Attend(const Step& s, const Attention& l, const Task& task)
+      : s(s), l(l), task(task), share(l.heads / l.groups), rows(task.tokens * share),
+        tiles((rows + MAX_ROWS - 1) / MAX_ROWS), pairs((l.d + 1) / 2), panels((l.e + 31) / 32),
+        blocks(s.blocks + s.table[task.first]), end(s.seen[task.first + task.tokens - 1]),
+        begin(first_key(0) / KEYS * KEYS), width((end - begin + KEYS - 1) / KEYS * KEYS) {}
 
-// Query heads [first, first + heads) of one token, which share a key/value head.
-void attend(const Step& s, const Attention& l, int64_t row, int64_t group, int64_t first, int heads) {
-  const int64_t to = s.seen[row], from = l.window ? std::max<int64_t>(0, to - l.window) : 0;
-  const int64_t chunks = (l.d + 31) / 32, stride = (to - from + TILE - 1) / TILE * TILE;
-  thread_local std::vector<float> memory;
-  thread_local std::vector<bf16> queries;
-  if (int64_t(memory.size()) < heads * stride) memory.resize(heads * stride);
-  queries.assign(heads * chunks * 32, 0);
-  for (int h = 0; h < heads; ++h)
-    memcpy(&queries[h * chunks * 32], l.q + row * l.q_token + (first + h) * l.q_head,
-           l.d * sizeof(bf16));
-  const int32_t* blocks = s.blocks + s.table[row];
-  const int64_t k_token = l.groups * l.d, v_token = l.groups * l.e;
-  const Rows keys{l.keys + group * l.d, blocks, s.block_tokens, l.block_stride, k_token};
-  const Rows values{l.values + group * l.e, blocks, s.block_tokens, l.block_stride, v_token};
-  scores(queries.data(), heads, l.d, keys, from, to, l.scale, memory.data(), stride);
-  float inverse[MAX_HEADS];
-  for (int h = 0; h < heads; ++h) inverse[h] = 1.0f / weights(&memory[h * stride], stride);
-  bf16* out = l.out + (row * l.heads + first) * l.e;
-  for (int64_t column = 0; column < l.e; column += 32) {
-    const int64_t left = l.e - column;
-    const __mmask32 mask = left >= 32 ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
-    MIX[heads](memory.data(), stride, values, from, to, column, mask, inverse, out, l.e);
+  void run() {
+    int32_t* queries = memory_for<int32_t, 0>(rows * pairs);
+    float* score = memory_for<float, 1>(rows * width);
+    pack_queries(queries);
+    for (int64_t start = begin; start < end; start += KEYS) score_block(queries, start, score);
+    float* inverse = memory_for<float, 2>(rows);
+    for (int64_t r = 0; r < rows; ++r) inverse[r] = 1.0f / weights(score + r * width, width);
+    mix(score, inverse);
   }
+
+ private:
+  const Step& s;
+  const Attention& l;
+  const Task task;
+  const int64_t share, rows, tiles, pairs, panels;
+  const int32_t* blocks;
+  const int64_t end, begin, width;  // keys of the whole task; width: padded to blocks
+
+  int64_t token(int64_t row) const { return task.first + row / share; }
+  int64_t head(int64_t row) const { return task.group * share + row % share; }
+  int64_t seen(int64_t row) const { return s.seen[token(row)]; }
+  int64_t first_key(int64_t row) const {
+    return l.window ? std::max<int64_t>(0, seen(row) - l.window) : 0;
+  }
+  int64_t tile_start(int64_t tile) const { return rows * tile / tiles; }
+  int height(int64_t tile) const { return int(tile_start(tile + 1) - tile_start(tile)); }
+
+  // Tile by tile [d/2][height], as `multiply` takes them.
+  void pack_queries(int32_t* out) const {
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int m = height(t);
+      for (int j = 0; j < m; ++j) {
+        const int64_t r = tile_start(t) + j;
+        const bf16* q = l.q + token(r) * l.q_token + head(r) * l.q_head;
+        for (int64_t p = 0; p < l.d / 2; ++p) memcpy(out + p * m + j, q + 2 * p, 4);
+        if (l.d % 2) out[(pairs - 1) * m + j] = q[l.d - 1];
+      }
+      out += m * pairs;
+    }
+  }
+
+  void score_block(const int32_t* queries, int64_t start, float* score) const {
+    const bf16* row[KEYS];
+    places(l.keys + task.group * l.d, blocks, s.block_tokens, l.block_stride, l.groups * l.d,
+           start, end, row);
+    int32_t* panel = memory_for<int32_t, 3>(pairs * 32);
+    pack_keys(row, l.d, panel);
+    const __m512 scale = _mm512_set1_ps(l.scale), none = _mm512_set1_ps(NONE);
+    __m512 sum[MAX_ROWS][2];
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int m = height(t);
+      for (int j = 0; j < m; ++j) sum[j][0] = sum[j][1] = _mm512_setzero_ps();
+      MULTIPLY<Fetch::none>[m](queries + tile_start(t) * pairs, (const bf16*)panel, pairs,
+                               nullptr, sum);
+      for (int j = 0; j < m; ++j) {
+        const int64_t r = tile_start(t) + j;
+        const __mmask32 there = lanes32(seen(r) - start) & ~lanes32(first_key(r) - start);
+        float* to = score + r * width + start - begin;
+        _mm512_storeu_ps(to, _mm512_mask_mul_ps(none, __mmask16(there), sum[j][0], scale));
+        _mm512_storeu_ps(to + 16,
+                         _mm512_mask_mul_ps(none, __mmask16(there >> 16), sum[j][1], scale));
+      }
+    }
+  }
+
+  // The block's weights of one tile as pairs of keys [16][height].
+  void pack_weights(const float* score, int64_t tile, int64_t offset, int32_t* out) const {
+    const int m = height(tile);
+    const __m512i by_row =
+        _mm512_mullo_epi32(_mm512_set1_epi32(m), _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7,
+                                                                  6, 5, 4, 3, 2, 1, 0));
+    for (int j = 0; j < m; ++j) {
+      const float* w = score + (tile_start(tile) + j) * width + offset;
+      const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(w + 16), _mm512_loadu_ps(w));
+      _mm512_i32scatter_epi32(out + j, by_row, (__m512i)both, 4);
+    }
+  }
+
+  void mix(const float* score, const float* inverse) const {
+    const int64_t count = rows * panels * 2;
+    float* sums = memory_for<float, 4>(count * 16 + 16);
+    __m512(*sum)[2] = (__m512(*)[2])((uintptr_t(sums) + 63) / 64 * 64);  // [panel][row][2]
+    for (int64_t i = 0; i < count / 2; ++i) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
+    bf16* packed = memory_for<bf16, 5>(panels * KEYS * 32);
+    for (int64_t start = begin; start < end; start += KEYS) {
+      const bf16* row[KEYS];
+      places(l.values + task.group * l.e, blocks, s.block_tokens, l.block_stride,
+             l.groups * l.e, start, end, row);
+      pack_values(row, l.e, packed);
+      for (int64_t t = 0; t < tiles; ++t) {
+        int32_t pair[KEYS / 2 * MAX_ROWS];
+        pack_weights(score, t, start - begin, pair);
+        for (int64_t p = 0; p < panels; ++p)
+          MULTIPLY<Fetch::none>[height(t)](pair, packed + p * KEYS * 32, KEYS / 2, nullptr,
+                                           sum + p * rows + tile_start(t));
+      }
+    }
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t p = 0; p < panels; ++p) {
+        const __m512 by = _mm512_set1_ps(inverse[r]), *x = sum[p * rows + r];
+        const __m512bh y = _mm512_cvtne2ps_pbh(_mm512_mul_ps(x[1], by), _mm512_mul_ps(x[0], by));
+        bf16* to = l.out + (token(r) * l.heads + head(r)) * l.e + p * 32;
+        _mm512_mask_storeu_epi16(to, lanes32(l.e - p * 32), (__m512i)y);
+      }
+  }
+};
+
+// Neighbouring tokens of a sequence, a few at a time, for each key/value head.
+std::vector<Task> tasks_of(const Step& s, const Attention& l) {
+  const int64_t most = std::max<int64_t>(1, TASK_ROWS / (l.heads / l.groups));
+  std::vector<Task> tasks;
+  for (int64_t first = 0, next; first < s.rows; first = next) {
+    next = first + 1;
+    while (next < s.rows && next - first < most && s.table[next] == s.table[first]) ++next;
+    for (int64_t g = 0; g < l.groups; ++g) tasks.push_back({first, next - first, g});
+  }
+  return tasks;
 }
 
 }  // namespace
@@ -167,18 +260,12 @@ void attend(const Step& s, const Attention& l, int64_t row, int64_t group, int64
 void attention(const Step& s, const Attention& l, int threads) {
   write(l.keys, l.k, l.k_token, l.k_head, l.d, s, l);
   write(l.values, l.v, l.v_token, l.v_head, l.e, s, l);
-  const int64_t tasks = s.rows * l.groups, share = l.heads / l.groups;
+  const std::vector<Task> tasks = tasks_of(s, l);
+  const int64_t count = tasks.size();
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 1)
-  for (int64_t task = 0; task < tasks; ++task) {
-    const int64_t row = task / l.groups, group = task % l.groups;
-    if (s.seen[row] == 0) {
-      memset(l.out + (row * l.heads + group * share) * l.e, 0, share * l.e * sizeof(bf16));
-      continue;
-    }
-    for (int64_t h = 0; h < share; h += MAX_HEADS)
-      attend(s, l, row, group, group * share + h, int(std::min<int64_t>(MAX_HEADS, share - h)));
-  }
+  for (int64_t i = 0; i < count; ++i) Attend(s, l, tasks[i]).run();
 }
+
 extern "C" void epd_attention(const Step* step, const Attention* layer, int threads) {
   attention(*step, *layer, threads);
 }

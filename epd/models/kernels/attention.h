@@ -5,7 +5,7 @@
 // What all layers of one forward share.
 struct Step {
   // One entry for each query token:
-  const int32_t* seen;   // keys that it sees: those at places [0, seen); 0: none, zeros
+  const int32_t* seen;   // keys that it sees: those at places [0, seen)
   const int32_t* table;  // where its sequence's blocks start in `blocks`
   const int32_t* blocks;
   // One entry for each new token whose keys and values are written:

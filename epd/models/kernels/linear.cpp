@@ -7,49 +7,13 @@
 // Every output is one chain of vdpbf16ps over k in order, however many rows there are
 // and wherever its row stands: the result is the same bits in every batch.
 #include "linear.h"
+#include "tile.h"
 
 namespace {
 
-constexpr int64_t PANEL = 32;            // outputs of a panel: two vectors of float
-constexpr int MAX_ROWS = 12;             // rows of a register tile: 24 accumulators
-constexpr int64_t BLOCK_BYTES = 512 << 10;  // weights that stay in L2 over all row tiles
-constexpr int64_t AHEAD = 2048;          // bytes that the stream is prefetched ahead
-
 inline int64_t panels_of(int64_t n) { return (n + PANEL - 1) / PANEL; }
-inline __m512bh load_bf16(const void* p) { return (__m512bh)_mm512_loadu_si512(p); }
 
-// How a tile prefetches while it computes: the stream ahead of itself, a share of the
-// next panel, or not at all.
-enum class Fetch { stream, share, none };
-
-// One panel times M rows. x: [K/2][M] pairs; share: where this tile's prefetches start.
-template <int M, Fetch F>
-void multiply(const int32_t* x, const bf16* w, int64_t pairs, const char* share, __m512 (*sum)[2]) {
-  __m512 a[M][2];
-  for (int m = 0; m < M; ++m) a[m][0] = a[m][1] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < pairs; ++k) {
-    if (F == Fetch::stream) {
-      _mm_prefetch((const char*)(w + k * 64) + AHEAD, _MM_HINT_T0);
-      _mm_prefetch((const char*)(w + k * 64) + AHEAD + 64, _MM_HINT_T0);
-    }
-    if (F == Fetch::share) _mm_prefetch(share + k * 64, _MM_HINT_T1);
-    const __m512bh w0 = load_bf16(w + k * 64), w1 = load_bf16(w + k * 64 + 32);
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-      const __m512bh b = (__m512bh)_mm512_set1_epi32(x[k * M + m]);
-      a[m][0] = _mm512_dpbf16_ps(a[m][0], w0, b);
-      a[m][1] = _mm512_dpbf16_ps(a[m][1], w1, b);
-    }
-  }
-  for (int m = 0; m < M; ++m) sum[m][0] = a[m][0], sum[m][1] = a[m][1];
-}
-
-using Multiply = void (*)(const int32_t*, const bf16*, int64_t, const char*, __m512 (*)[2]);
-template <Fetch F>
-constexpr Multiply MULTIPLY[MAX_ROWS + 1] = {
-    nullptr,         multiply<1, F>, multiply<2, F>, multiply<3, F>,  multiply<4, F>,
-    multiply<5, F>,  multiply<6, F>, multiply<7, F>, multiply<8, F>,  multiply<9, F>,
-    multiply<10, F>, multiply<11, F>, multiply<12, F>};
+constexpr int64_t BLOCK_BYTES = 512 << 10;  // weights that stay in L2 over all row tiles
 
 // Rows are cut into tiles of nearly equal height.
 struct Tiles {
@@ -104,6 +68,7 @@ void run_block(const Linear& c, int64_t pairs, const Tiles& tiles, const int32_t
       const auto& table = !stream            ? MULTIPLY<Fetch::none>
                           : tiles.count == 1 ? MULTIPLY<Fetch::stream>
                                              : MULTIPLY<Fetch::share>;
+      for (int m = 0; m < height; ++m) sum[m][0] = sum[m][1] = _mm512_setzero_ps();
       table[height](rows, w, pairs, next, sum);
       store(c, panel, tiles.start(t), height, sum);
     }
