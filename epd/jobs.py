@@ -103,6 +103,8 @@ class PrefillJob:
     sampling: SamplingParams
     decode_follows: bool
     salt: bytes = b""
+    choices: int = 1
+    """Outputs that start here, with `sampling.choice` and the numbers after it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from epd.obs import logs, metrics
-from epd.text.output import Piece
-from gateway.chat import STAGE, Answer, ChatService, new_request_id
+from gateway.chat import STAGE, Answer, ChatService, Part, new_request_id
 from gateway.openai import Encoder
 from gateway.responses import ClientGone, EventStream, read_body, unless_gone
 from gateway.schema import parse_body
@@ -119,13 +118,13 @@ async def _chat(
     encoder = Encoder(answer, service.model, service.vocabulary)
     headers = {"x-request-id": request_id}
     if call.stream:
-        pieces = answer.pieces()
+        parts = answer.parts()
         try:
-            first = await unless_gone(request.receive, _first(pieces))
+            first = await unless_gone(request.receive, _first(parts))
         except BaseException:
             answer.cancel()
             raise
-        return EventStream(answer, first, pieces, encoder, headers)
+        return EventStream(answer, first, parts, encoder, headers)
     try:
         content = await unless_gone(request.receive, _whole(answer, encoder))
     finally:
@@ -133,14 +132,14 @@ async def _chat(
     return Response(content, media_type="application/json", headers=headers)
 
 
-async def _first(pieces: AsyncIterator[Piece]) -> Piece | None:
+async def _first(parts: AsyncIterator[Part]) -> Part:
     """Until there is output, a fault still gets a status of its own instead of an event."""
-    return await anext(pieces, None)
+    return await anext(parts)
 
 
 async def _whole(answer: Answer, encoder: Encoder) -> bytes:
-    pieces = [piece async for piece in answer.pieces()]
-    return encoder.whole(pieces)
+    parts = [part async for part in answer.parts()]
+    return encoder.whole(parts)
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:

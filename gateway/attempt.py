@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from epd.errors import EpdError, ErrorKind
-from epd.jobs import FinishReason, Stage
-from epd.rpc import convert
+from epd.jobs import Stage
+from gateway.branch import Branch, FirstOf
 from gateway.encoding import Encoding
 from gateway.jobs import AttemptJobs
 from gateway.progress import Progress, Stages, broken
@@ -28,36 +28,35 @@ class Attempt:
         stages: Stages,
         request: PlannedRequest,
         number: int,
-        progress: Progress,
+        group: Sequence[Progress],
         deadline: float,
     ) -> None:
         self._stages = stages
         self._request = request
-        self._progress = progress
-        self._timeline = progress.timeline
+        self._group = group
+        self._timeline = group[0].timeline
         self._deadline = deadline
-        self._jobs = AttemptJobs.draw(request, number, stages.fingerprint, progress.output)
-        self._base = len(progress.output)
+        self.jobs = AttemptJobs.draw(
+            request,
+            number,
+            stages.fingerprint,
+            group[0].output,
+            [progress.choice for progress in group],
+        )
         self._tasks: asyncio.TaskGroup | None = None
         self._prefill_task: asyncio.Task[None] | None = None
         self._prefill: StageStream | None = None
         self._prefill_done = False
         """It has given its token: it computes and reads no more, it only holds blocks."""
-        self._released = False
+        self.released = False
         """Half-closed: nobody reads its blocks any more."""
-        self._encoding = Encoding(stages, self._jobs, progress, deadline, self._on_embedding)
-        self._decodes: list[StageStream] = []
-        self._decode_task: asyncio.Task[None] | None = None
-        self._decode_done = False
-        self._kv_fetched = False
-        self._position_delta = 0
-        self._announced: list[prefill_pb2.KvReady] = []
-        self._start: decode_pb2.Start | None = None
-        self._reason: FinishReason | None = None
-        self._joined_decode = False
+        self._encoding = Encoding(stages, self.jobs, group[0], deadline, self._on_embedding)
+        self.position_delta = 0
+        self.announced: list[prefill_pb2.KvReady] = []
+        self._branches = [Branch(self, progress) for progress in group]
 
-    async def run(self) -> FinishReason:
-        """Deliver the output's rest and return why it ended.
+    async def run(self) -> None:
+        """Deliver the outputs' rest; every `Progress` then has its `reason`.
 
         Raises:
             StageFault: a stage failed.
@@ -68,26 +67,35 @@ class Attempt:
                 self._tasks = tasks
                 self._prefill_task = tasks.create_task(self._run_prefill())
         except BaseExceptionGroup as group:
-            raise _first(group) from None
-        assert self._reason is not None
-        return self._reason
+            raise first_of(group) from None
+        assert self._all_over
+
+    @property
+    def _all_over(self) -> bool:
+        return all(progress.reason is not None for progress in self._group)
+
+    def stop(self, choice: int) -> None:
+        """The output of one of several choices is over (its `reason` is set)."""
+        for branch in self._branches:
+            if branch.progress.choice == choice:
+                branch.stop()
 
     # --- prefill -----------------------------------------------------------------------
 
     async def _run_prefill(self) -> None:
         self._timeline.begin("admission")
-        stream = self._prefill = self._open(Stage.PREFILL)
-        stream.send(self._jobs.prefill())
+        stream = self._prefill = self.open(Stage.PREFILL, self._group[0])
+        stream.send(self.jobs.prefill())
         try:
             while (event := await stream.next()) is not None:
                 await self._on_prefill(stream, event)
-                if self._reason is not None or self._released:
+                if self._all_over or self.released:
                     return
         except StageFault:
-            if not self._released:
+            if not self.released:
                 raise
             return
-        if not self._released:
+        if not self.released:
             raise broken(stream, "ended before its part was done")
 
     async def _on_prefill(self, stream: StageStream, event: prefill_pb2.PrefillEvent) -> None:
@@ -97,124 +105,52 @@ class Attempt:
         elif kind == "embedding_fetched":
             self._encoding.fetched(event.embedding_fetched)
         elif kind == "kv_ready":
-            self._on_kv_ready(event.kv_ready)
+            self.announced.append(event.kv_ready)
+            for branch in self._branches:
+                branch.kv_ready(event.kv_ready)
         elif kind == "first_token":
             await self._on_first_token(stream, event.first_token)
 
     async def _on_admitted(self, stream: StageStream, admitted: prefill_pb2.Admitted) -> None:
         self._timeline.end("admission")
         self._timeline.begin("prefill")
-        self._position_delta = admitted.position_delta
+        self.position_delta = admitted.position_delta
         for index in admitted.missing_items:
             if index >= len(self._request.items):
                 raise broken(stream, f"asks for image {index}")
-            self._spawn(self._encoding.run(index))
-        await self._progress.accept(admitted.cached_tokens)
+            self.spawn(self._encoding.run(index))
+        # The request is accepted, not its choices: one word for all of them.
+        if not any(progress.accepted for progress in self._group):
+            await self._group[0].accept(admitted.cached_tokens)
+        for progress in self._group:
+            progress.accepted = True
 
     def _on_embedding(self, ready: prefill_pb2.EmbeddingReady) -> None:
         assert self._prefill is not None
         self._prefill.send(prefill_pb2.PrefillRequest(embedding_ready=ready))
 
-    def _on_kv_ready(self, ready: prefill_pb2.KvReady) -> None:
-        self._announced.append(ready)
-        if self._decode_task is not None:
-            self._decodes[-1].send(decode_pb2.DecodeRequest(kv_ready=ready))
-            return
-        self._timeline.begin("kv transfer")
-        # Opened here, so that the blocks announced next find it.
-        self._decode_task = self._spawn(self._run_decode(self._open_decode()))
-
     async def _on_first_token(self, stream: StageStream, first: prefill_pb2.FirstToken) -> None:
         self._timeline.end("prefill")
-        token = convert.token_from_proto(first.token)
-        reason = convert.finish_from_proto(first.finish_reason)
-        if reason is None and first.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED:
-            raise broken(stream, f"finish reason {first.finish_reason} is unknown")
-        if reason is None and not self._jobs.decode_follows:
-            reason = FinishReason.LENGTH
+        if 1 + len(first.others) != len(self._branches):
+            raise broken(stream, f"gave {1 + len(first.others)} first tokens")
         self._prefill_done = True
-        if reason is not None:
-            # A decode that reads already is told to stop, and then prefill is released:
-            # both in `teardown`.
-            if self._decode_task is not None:
-                self._decode_task.cancel()
-            await self._progress.extend(self._base, [token])
-            self._reason = reason
-            return
-        if self._decode_task is None:
-            raise broken(stream, "gave a token but announced no KV")
-        self._start = decode_pb2.Start(first_token=first.token, kv_tokens=first.kv_tokens)
-        self._decodes[-1].send(decode_pb2.DecodeRequest(start=self._start))
-        await self._progress.extend(self._base, [token])
-        self._release_prefill()
+        tokens: list[FirstOf] = [first, *first.others]
+        for branch, token in zip(self._branches, tokens, strict=True):
+            await branch.first_token(stream, token)
+        self.branch_changed()
 
-    def _release_prefill(self) -> None:
-        """Once it gave its token and decode has its blocks, in whichever order: they are
-        reusable at once, and what becomes of prefill is no concern of this request."""
+    def branch_changed(self) -> None:
+        """Prefill is released once it gave its tokens and no decode needs its blocks, in
+        whichever order: they are reusable at once, and what becomes of prefill is no
+        concern of this request."""
         assert self._prefill is not None
-        if self._prefill_done and self._kv_fetched and not self._released:
-            self._released = True
+        idle = all(branch.fetched or branch.over for branch in self._branches)
+        if self._prefill_done and idle and not self.released:
+            self.released = True
             self._prefill.finish()
-
-    # --- decode ------------------------------------------------------------------------
-
-    def _open_decode(self) -> StageStream:
-        """Open a call and tell it all that prefill announced so far."""
-        stream = self._open(Stage.DECODE)
-        self._decodes.append(stream)
-        stream.send(self._jobs.decode(self._position_delta))
-        for ready in self._announced:
-            stream.send(decode_pb2.DecodeRequest(kv_ready=ready))
-        if self._start is not None:
-            stream.send(decode_pb2.DecodeRequest(start=self._start))
-        return stream
-
-    async def _run_decode(self, stream: StageStream) -> None:
-        """Follow decode to its end; while prefill holds the blocks another can take over."""
-        while True:
-            try:
-                return await self._follow_decode(stream)
-            except StageFault as fault:
-                self.blame(fault)
-                avoid = self._progress.avoid[Stage.DECODE]
-                others = self._stages.registry.has_other(Stage.DECODE, avoid)
-                if self._released or not fault.error.mapping.retryable or not others:
-                    raise
-            stream = self._open_decode()
-
-    async def _follow_decode(self, stream: StageStream) -> None:
-        while (event := await stream.next()) is not None:
-            kind = event.WhichOneof("kind")
-            if kind == "admitted":
-                self._joined_decode = True
-            elif kind == "kv_fetched":
-                fetched = event.kv_fetched
-                self._timeline.end("kv transfer", fetched.transfer_bytes)
-                self._timeline.begin("decode")
-                self._kv_fetched = True
-                self._release_prefill()
-            elif kind == "tokens":
-                tokens = [convert.token_from_proto(token) for token in event.tokens.tokens]
-                await self._progress.extend(event.tokens.first_index, tokens)
-            elif kind == "finished":
-                return self._on_finished(stream, event.finished)
-        raise broken(stream, "ended without finishing")
-
-    def _on_finished(self, stream: StageStream, finished: decode_pb2.Finished) -> None:
-        self._timeline.end("decode")
-        reason = convert.finish_from_proto(finished.reason)
-        if reason is None:
-            raise broken(stream, f"finish reason {finished.reason} is unknown")
-        if finished.output_tokens != len(self._progress.output):
-            raise broken(
-                stream,
-                f"finished with {finished.output_tokens} tokens, "
-                f"{len(self._progress.output)} arrived",
-            )
-        stream.finish()
-        self._decode_done = True
-        self._reason = reason
-        if self._prefill_task is not None:
+        finished = all(branch.over for branch in self._branches) and self._all_over
+        if finished and self._prefill_task not in (None, asyncio.current_task()):
+            assert self._prefill_task is not None
             self._prefill_task.cancel()  # it waits for the end of a call that is over
 
     # --- teardown ----------------------------------------------------------------------
@@ -226,16 +162,18 @@ class Attempt:
         this only sees them end.
         """
         cancel = common_pb2.Cancel(reason=reason)
-        decoded = True
-        for decode in self._decodes:
-            message = decode_pb2.DecodeRequest(cancel=cancel)
-            decoded &= await self._stopped(decode, message, done=self._decode_done)
+        readers = [(branch, stream) for branch in self._branches for stream in branch.streams]
+        terminal = await asyncio.gather(
+            *(self._quiet(branch, stream, cancel) for branch, stream in readers)
+        )
+        decodes = [stream for _, stream in readers]
+        for decode in decodes:
             decode.finish()
-        streams = [*self._decodes, *self._encoding.streams]
+        streams = [*decodes, *self._encoding.streams]
         if (prefill := self._prefill) is not None:
             request = prefill_pb2.PrefillRequest(cancel=cancel)
             fetched = await self._stopped(prefill, request, done=self._prefill_done)
-            if decoded or self._released:
+            if all(terminal) or self.released:
                 prefill.finish()
             else:
                 prefill.abort()
@@ -249,42 +187,57 @@ class Attempt:
             return done or not reader.lost
         return await reader.cancel_and_wait(cancel, self._stages.cancel_bound_s)
 
+    async def _quiet(self, branch: Branch, stream: StageStream, cancel: common_pb2.Cancel) -> bool:
+        return branch.done or await self.stop_reading(stream, cancel)
+
+    async def stop_reading(self, stream: StageStream, cancel: common_pb2.Cancel) -> bool:
+        """Have a decode call stop; whether no read of it is under way any more."""
+        return await self._stopped(stream, decode_pb2.DecodeRequest(cancel=cancel), done=False)
+
     # --- common ------------------------------------------------------------------------
 
-    def _open(self, stage: Stage) -> StageStream:
-        worker = self._stages.registry.choose(stage, self._progress.avoid[stage])
+    def open(self, stage: Stage, progress: Progress) -> StageStream:
+        """A call to a worker that this choice doesn't avoid.
+
+        Raises:
+            EpdError: there is no worker.
+        """
+        worker = self._stages.registry.choose(stage, progress.avoid[stage])
         return self._stages.open(stage, worker, self._deadline, self._request.request_id)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None
         return self._tasks.create_task(work)
+
+    def has_other(self, stage: Stage, progress: Progress) -> bool:
+        """Whether there is a worker that this choice doesn't avoid."""
+        return self._stages.registry.has_other(stage, progress.avoid[stage])
 
     @property
     def progressed(self) -> bool:
         """Whether this attempt delivered a token."""
-        return len(self._progress.output) > self._base
+        return any(branch.progressed for branch in self._branches)
 
     def preempted(self, fault: StageFault) -> bool:
-        """Decode had taken the request and pushed it out for want of blocks: not a
-        failure, it may go on in the same place."""
-        crowded = fault.error.kind is ErrorKind.OVERLOADED
-        return crowded and fault.stage is Stage.DECODE and self._joined_decode
+        """See `Branch.preempted`."""
+        return any(branch.preempted(fault) for branch in self._branches)
 
-    def blame(self, fault: StageFault) -> None:
+    def blame(self, fault: StageFault, branch: Branch | None = None) -> None:
         """Whom later attempts rather avoid. Of a failed read both ends: which one is
         at fault, nobody knows."""
         if self.preempted(fault):
             return
-        self._progress.blame(fault)
-        if fault.error.kind is ErrorKind.TRANSFER_FAILED and fault.stage is Stage.PREFILL:
-            encoders = [stream.worker for stream in self._encoding.streams]
-            self._progress.avoid[Stage.ENCODE] += encoders
+        for progress in self._group if branch is None else [branch.progress]:
+            progress.blame(fault)
+            if fault.error.kind is ErrorKind.TRANSFER_FAILED and fault.stage is Stage.PREFILL:
+                encoders = [stream.worker for stream in self._encoding.streams]
+                progress.avoid[Stage.ENCODE] += encoders
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The cause: what a stage or a check said, rather than what followed from it."""
     flat: list[BaseException] = []
     for error in group.exceptions:
-        flat.append(_first(error) if isinstance(error, BaseExceptionGroup) else error)
+        flat.append(first_of(error) if isinstance(error, BaseExceptionGroup) else error)
     typed = [error for error in flat if isinstance(error, StageFault | EpdError)]
     return (typed or flat)[0]

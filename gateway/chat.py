@@ -19,7 +19,7 @@ from epd.text.output import OutputText, Piece
 from epd.text.vocabulary import Vocabulary
 from gateway.pipeline import Pipeline, Run
 from gateway.prepare import Preparer
-from gateway.request import Accepted, NewTokens, PlannedRequest
+from gateway.request import Accepted, Ended, Event, NewTokens, PlannedRequest
 from gateway.schema import ChatCall
 from gateway.timeline import Timeline
 
@@ -131,8 +131,18 @@ class ChatService:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some more of one choice: text that may be sent, or why it ended."""
+
+    choice: int
+    piece: Piece | None = None
+    reason: FinishReason | None = None
+
+
 class Answer:
-    """The output of one request as it comes. `reason` is set after the last piece."""
+    """The output of one request as it comes. `reason` (of the first choice) is set after
+    the last part."""
 
     def __init__(
         self,
@@ -153,18 +163,22 @@ class Answer:
         self._run = run
         self._cached = 0
         self._open = True
-        self._text = OutputText(
-            service.tokenizer,
-            service.vocabulary,
-            call.generation.stop,
-            request.sampling.ending_ids,
-        )
+        self._texts = [
+            OutputText(
+                service.tokenizer,
+                service.vocabulary,
+                call.generation.stop,
+                request.sampling.ending_ids,
+            )
+            for _ in range(request.choices)
+        ]
+        self._reasons: dict[int, FinishReason] = {}
 
     @property
     def usage(self) -> Usage:
         return Usage(
             prompt=len(self._request.token_ids),
-            completion=self._text.sampled,
+            completion=sum(text.sampled for text in self._texts),
             image=self._request.image_tokens,
             cached=self._cached,
         )
@@ -175,42 +189,49 @@ class Answer:
         assert isinstance(event, Accepted)
         self._cached = event.cached_tokens
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Text that may be sent, each piece with its tokens.
+    async def parts(self) -> AsyncIterator[Part]:
+        """Text that may be sent, each piece with its tokens; choices take turns as they
+        come. One part with a reason for each choice.
 
         Raises:
             EpdError: the answer ends here with a fault.
         """
         try:
-            async for piece in self._pieces():
-                yield piece
+            while len(self._reasons) < len(self._texts):
+                for part in self._take(await self._run.next()):
+                    yield part
         except EpdError as error:
             metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
             raise
 
-    async def _pieces(self) -> AsyncIterator[Piece]:
-        while True:
-            event = await self._run.next()
-            if isinstance(event, NewTokens):
-                # Tokens that came together leave together: when the client lags,
-                # decode coalesces, and so does the stream.
-                if (piece := self._text.push_all(event.tokens)) is not None:
-                    yield piece
-                if self._text.stopped:
-                    self._end(FinishReason.STOP)
-                    return
-            else:
-                assert not isinstance(event, Accepted)
-                if (piece := self._text.finish()) is not None:
-                    yield piece
-                stopped = self._text.stopped
-                self._end(FinishReason.STOP if stopped else event.reason)
-                return
+    def _take(self, event: Event) -> Iterator[Part]:
+        assert not isinstance(event, Accepted)
+        choice = event.choice
+        if choice in self._reasons:
+            return  # a stop string ended it; this was on its way
+        text = self._texts[choice]
+        if isinstance(event, NewTokens):
+            for token in event.tokens:
+                if (piece := text.push(token)) is not None:
+                    yield Part(choice, piece)
+                if text.stopped:
+                    break
+        elif (piece := text.finish()) is not None:
+            yield Part(choice, piece)
+        if text.stopped:
+            yield self._ended(choice, FinishReason.STOP)
+        elif isinstance(event, Ended):
+            yield self._ended(choice, event.reason)
 
-    def _end(self, reason: FinishReason) -> None:
-        self.timeline.end("decode")
-        self.reason = reason
-        self.cancel("a stop string is complete")
+    def _ended(self, choice: int, reason: FinishReason) -> Part:
+        self._reasons[choice] = reason
+        if len(self._reasons) == len(self._texts):
+            self.timeline.end("decode")
+            self.reason = self._reasons[0]
+            self.cancel("a stop string is complete")
+        elif self._texts[choice].stopped:
+            self._run.stop(choice)
+        return Part(choice, reason=reason)
 
     def cancel(self, reason: str = "the client is gone") -> None:
         """Let go of everything; stages tear down in the background. Idempotent."""
@@ -230,6 +251,6 @@ class Answer:
                 extra={
                     "outcome": str(self.reason or reason),
                     "prompt_tokens": len(self._request.token_ids),
-                    "completion_tokens": self._text.sampled,
+                    "completion_tokens": self.usage.completion,
                 },
             )

@@ -104,6 +104,11 @@ def _guided_json(fields: Fields, limits: LimitsConfig) -> Constraint | None:
     value = fields.take("guided_json")
     if value is None:
         return None
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            raise fields.wrong("guided_json", f"is no JSON: {error}") from error
     text = schema_text(fields, "guided_json", value)
     return Constraint(Grammar(GrammarKind.JSON_SCHEMA, text), fields.param("guided_json"))
 

@@ -12,7 +12,7 @@ from epd.obs import logs
 from epd.rpc import convert
 from epd.text.messages import ChatMessage, ImagePart, TextPart
 from epd.text.output import Piece
-from gateway.chat import Answer, ChatService, new_request_id
+from gateway.chat import Answer, ChatService, Part, new_request_id
 from gateway.content import Conversation, ImageSource, conversation
 from gateway.fields import Fields
 from gateway.schema import ChatCall, read_generation
@@ -32,6 +32,9 @@ _Option = Literal[
     "seed",
     "max_tokens",
     "min_tokens",
+    "n",
+    "guided_json",
+    "guided_regex",
 ]
 _ROLES = {pb.ROLE_SYSTEM: "system", pb.ROLE_USER: "user", pb.ROLE_ASSISTANT: "assistant"}
 _OPTIONAL: tuple[_Option, ...] = get_args(_Option)
@@ -52,8 +55,11 @@ class GatewayService(pb_grpc.GatewayServicer):
             answer = await self._service.open(call, request_id, context.time_remaining())
         try:
             yield _accepted(answer)
-            async for piece in answer.pieces():
-                yield pb.ChatEvent(delta=_delta(piece))
+            async for part in answer.parts():
+                if part.piece is not None:
+                    yield pb.ChatEvent(delta=_delta(part.choice, part.piece))
+                elif call.generation.choices > 1:
+                    yield pb.ChatEvent(choice_finished=_choice_finished(part))
             yield pb.ChatEvent(finished=_finished(answer))
         finally:
             answer.cancel()
@@ -91,6 +97,8 @@ def _options(options: pb.GenerationOptions) -> dict[str, Any]:
         "ignore_eos": options.ignore_eos,
         "logprobs": options.logprobs,
         "top_logprobs": options.top_logprobs,
+        "response_format": {"type": "json_object"} if options.json_object else None,
+        "guided_choice": list(options.guided_choice) or None,
     }
 
 
@@ -128,9 +136,13 @@ def _accepted(answer: Answer) -> pb.ChatEvent:
     )
 
 
-def _delta(piece: Piece) -> pb.ChatDelta:
+def _delta(choice: int, piece: Piece) -> pb.ChatDelta:
     tokens = [convert.token_to_proto(token.token) for token in piece.tokens]
-    return pb.ChatDelta(text=piece.text, tokens=tokens)
+    return pb.ChatDelta(text=piece.text, tokens=tokens, choice=choice)
+
+
+def _choice_finished(part: Part) -> pb.ChoiceFinished:
+    return pb.ChoiceFinished(choice=part.choice, reason=convert.finish_to_proto(part.reason))
 
 
 def _finished(answer: Answer) -> pb.ChatFinished:

@@ -9,9 +9,9 @@ from typing import Any
 import orjson
 
 from epd.errors import EpdError
-from epd.text.output import Piece, TextToken
+from epd.text.output import TextToken
 from epd.text.vocabulary import Vocabulary
-from gateway.chat import Answer, Usage
+from gateway.chat import Answer, Part, Usage
 from gateway.timeline import Timeline
 
 DONE = b"data: [DONE]\n\n"
@@ -29,59 +29,76 @@ class Encoder:
         self._head = {"id": answer.request_id, "created": int(time.time()), "model": model}
 
     def first(self) -> bytes:
-        return self._chunk({"role": "assistant", "content": ""}, None, None)
+        delta = {"role": "assistant", "content": ""}
+        return b"".join(
+            self._chunk(choice, delta, None, None)
+            for choice in range(self._answer.call.generation.choices)
+        )
 
-    def piece(self, piece: Piece) -> bytes:
-        logprobs = self._token_logprobs(piece.tokens) if self._logprobs else None
-        return self._chunk({"content": piece.text}, None, logprobs)
+    def part(self, part: Part) -> bytes:
+        if part.piece is None:
+            return self._finish(part)
+        logprobs = self._token_logprobs(part.piece.tokens) if self._logprobs else None
+        return self._chunk(part.choice, {"content": part.piece.text}, None, logprobs)
+
+    def _finish(self, part: Part) -> bytes:
+        extra: dict[str, Any] = {}
+        # The timeline is the request's: it comes when that is over.
+        if self._answer.call.timeline and self._answer.reason is not None:
+            extra["timeline"] = timeline_json(self._answer.timeline)
+        return self._chunk(part.choice, {}, str(part.reason), None, extra)
 
     def last(self) -> bytes:
-        """Finish chunk, usage chunk if asked for, and the end mark."""
+        """Usage chunk if asked for, and the end mark."""
         answer = self._answer
-        extra: dict[str, Any] = {}
-        if answer.call.timeline:
-            extra["timeline"] = timeline_json(answer.timeline)
-        chunks = [self._chunk({}, str(answer.reason), None, extra)]
-        if answer.call.include_usage:
-            body = {**self._chunk_head(), "choices": [], "usage": usage_json(answer.usage)}
-            chunks.append(_event(body))
-        return b"".join([*chunks, DONE])
+        if not answer.call.include_usage:
+            return DONE
+        body = {**self._chunk_head(), "choices": [], "usage": usage_json(answer.usage)}
+        return _event(body) + DONE
 
-    def whole(self, pieces: Sequence[Piece]) -> bytes:
+    def whole(self, parts: Sequence[Part]) -> bytes:
         """The body of an answer that is not streamed."""
         answer = self._answer
-        tokens = [token for piece in pieces for token in piece.tokens]
-        choice = {
-            "index": 0,
-            "message": {
-                "role": "assistant",
-                "content": "".join(piece.text for piece in pieces),
-                "refusal": None,
-            },
-            "logprobs": self._token_logprobs(tokens) if self._logprobs else None,
-            "finish_reason": str(answer.reason),
-        }
+        choices = [
+            self._choice(index, [part for part in parts if part.choice == index])
+            for index in range(answer.call.generation.choices)
+        ]
         body: dict[str, Any] = {
             **self._head,
             "object": "chat.completion",
-            "choices": [choice],
+            "choices": choices,
             "usage": usage_json(answer.usage),
         }
         if answer.call.timeline:
             body["timeline"] = timeline_json(answer.timeline)
         return orjson.dumps(body)
 
+    def _choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
+        pieces = [part.piece for part in parts if part.piece is not None]
+        tokens = [token for piece in pieces for token in piece.tokens]
+        return {
+            "index": index,
+            "message": {
+                "role": "assistant",
+                "content": "".join(piece.text for piece in pieces),
+                "refusal": None,
+            },
+            "logprobs": self._token_logprobs(tokens) if self._logprobs else None,
+            "finish_reason": str(parts[-1].reason),
+        }
+
     def _chunk_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk"}
 
     def _chunk(
         self,
+        index: int,
         delta: dict[str, str],
         reason: str | None,
         logprobs: dict[str, Any] | None,
         extra: dict[str, Any] | None = None,
     ) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         body = {**self._chunk_head(), "choices": [choice], **(extra or {})}
         if self._answer.call.include_usage:
             body["usage"] = None

@@ -33,10 +33,10 @@ from collections.abc import Coroutine
 from typing import Any
 
 from epd.errors import EpdError, ErrorKind
-from epd.jobs import FinishReason, Stage
-from gateway.attempt import Attempt
+from epd.jobs import Stage
+from gateway.attempt import Attempt, first_of
 from gateway.progress import Progress, Stages
-from gateway.request import Ended, Event, PlannedRequest, finished_by
+from gateway.request import Event, PlannedRequest, finished_by
 from gateway.streams import StageFault
 from gateway.timeline import Timeline
 
@@ -95,7 +95,11 @@ class Run:
         self._request = request
         self._deadline = deadline
         self._events: asyncio.Queue[Event | EpdError] = asyncio.Queue(_BUFFERED_EVENTS)
-        self._progress = Progress(self._events.put, timeline)
+        self._progresses = [
+            Progress(self._events.put, timeline, choice) for choice in range(request.choices)
+        ]
+        self._attempts: set[Attempt] = set()
+        self._numbers = itertools.count()
         self._reason = "the deadline has passed"
         pipeline.running += 1
         self._task = asyncio.create_task(self._drive())
@@ -105,7 +109,7 @@ class Run:
         self._pipeline.running -= 1
 
     async def next(self) -> Event:
-        """The next event; after `Ended` there is none.
+        """The next event; after the last choice's `Ended` there is none.
 
         Raises:
             EpdError: the request failed; nothing follows.
@@ -115,6 +119,13 @@ class Run:
             raise event
         return event
 
+    def stop(self, choice: int) -> None:
+        """The output of one of several choices is complete (a stop string); no `Ended`
+        follows for it."""
+        self._progresses[choice].stop()
+        for attempt in self._attempts:
+            attempt.stop(choice)
+
     def cancel(self, reason: str) -> None:
         """Give up what still runs; the teardown goes on in the background."""
         self._reason = reason
@@ -123,7 +134,7 @@ class Run:
     async def _drive(self) -> None:
         try:
             async with asyncio.timeout_at(self._deadline):
-                await self._attempts()
+                await self._follow(self._progresses, 0)
                 return
         except TimeoutError:
             error = EpdError(ErrorKind.DEADLINE_EXCEEDED, "the request's deadline has passed")
@@ -139,37 +150,65 @@ class Run:
             )
         await self._events.put(error)
 
-    async def _attempts(self) -> None:
-        params = self._request.sampling
-        failures = 0
-        for number in itertools.count():
-            attempt = Attempt(
-                self._pipeline.stages, self._request, number, self._progress, self._deadline
-            )
-            try:
-                reason: FinishReason | None = await attempt.run()
-            except StageFault as fault:
-                attempt.blame(fault)
-                preempted = attempt.preempted(fault)
-                # A preempted request that moves on may do so as often as it must.
-                failures += not (preempted and attempt.progressed)
-                # If the output is whole, only decode's last word was lost.
-                reason = finished_by(self._progress.output, params)
-                if reason is None:
-                    self._check_retry(fault, failures, preempted)
-                self._reason = f"{fault.stage} failed"
-            finally:
-                self._pipeline.spawn(attempt.teardown(self._reason))
-            if reason is not None:
-                await self._events.put(Ended(reason))
+    async def _follow(self, group: list[Progress], failures: int) -> None:
+        """Attempts until these outputs are whole. Choices share an attempt as long as
+        none of them has output; then each goes on for itself."""
+        while True:
+            fault, preempted, progressed = await self._attempt(group)
+            group = [progress for progress in group if progress.reason is None]
+            if not group:
                 return
+            assert fault is not None
+            # A preempted request that moves on may do so as often as it must.
+            failures += not (preempted and progressed)
+            self._check_retry(fault, failures, group, preempted)
             await self._recover()
+            if len(group) > 1 and not _can_share(group):
+                return await self._part(group, failures)
 
-    def _check_retry(self, fault: StageFault, failures: int, preempted: bool) -> None:
+    async def _part(self, group: list[Progress], failures: int) -> None:
+        """If one fails for good, the others are cancelled: there is no half an answer."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for progress in group:
+                    tasks.create_task(self._follow([progress], failures))
+        except BaseExceptionGroup as found:
+            raise first_of(found) from None
+
+    async def _attempt(self, group: list[Progress]) -> tuple[StageFault | None, bool, bool]:
+        """Run one. The fault that ended it; whether decode had pushed it out; whether it
+        made any tokens."""
+        number = next(self._numbers)
+        attempt = Attempt(self._pipeline.stages, self._request, number, group, self._deadline)
+        self._attempts.add(attempt)
+        failure: StageFault | None = None
+        preempted = False
+        try:
+            await attempt.run()
+        except StageFault as fault:
+            failure = fault
+            attempt.blame(fault)
+            preempted = attempt.preempted(fault)
+            self._reason = f"{fault.stage} failed"
+            for progress in group:
+                # If the output is whole, only decode's last word was lost.
+                if progress.reason is None:
+                    progress.reason = finished_by(progress.output, self._request.sampling)
+        finally:
+            self._attempts.discard(attempt)
+            self._pipeline.spawn(attempt.teardown(self._reason))
+        for progress in group:
+            if progress.reason is not None:
+                await progress.end()
+        return failure, preempted, attempt.progressed
+
+    def _check_retry(
+        self, fault: StageFault, failures: int, group: list[Progress], preempted: bool
+    ) -> None:
         """Return if another attempt makes sense, else raise the fault."""
         if failures >= MAX_ATTEMPTS or not fault.error.mapping.retryable:
             raise fault
-        avoid = self._progress.avoid[fault.stage]
+        avoid = group[0].avoid[fault.stage]
         crowded = fault.error.kind is ErrorKind.OVERLOADED and not preempted
         if crowded and not self._pipeline.stages.registry.has_other(fault.stage, avoid):
             raise fault
@@ -184,3 +223,10 @@ class Run:
         if self._request.sampling.max_tokens > 1:
             needed.add(Stage.DECODE)
         await self._pipeline.stages.registry.until_live(needed, _RETRY_WAIT_S)
+
+
+def _can_share(group: list[Progress]) -> bool:
+    """Whether one prefill can begin all these outputs."""
+    choices = [progress.choice for progress in group]
+    consecutive = choices == list(range(choices[0], choices[0] + len(choices)))
+    return consecutive and not any(progress.output for progress in group)

@@ -74,6 +74,7 @@ class Preparer:
             images=tuple(picture.data for picture in pictures),
             image_params=tuple(source.param for source in sources),
             sampling=sampling,
+            choices=call.generation.choices,
             arrival_ms=arrival_ms,
         )
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
-from epd.jobs import SampledToken, Stage
-from gateway.request import Accepted, Event, NewTokens
+from epd.jobs import FinishReason, SampledToken, Stage
+from gateway.request import Accepted, Ended, Event, NewTokens
 from gateway.streams import Connections, StageFault, StageStream
 from gateway.timeline import Timeline
 from gateway.workers import Registry, Worker
@@ -39,11 +39,17 @@ class Stages:
 
 
 class Progress:
-    """What survives an attempt: the output so far, and whom to avoid."""
+    """What of one choice survives an attempt: the output so far, and whom to avoid."""
 
-    def __init__(self, deliver: Callable[[Event], Awaitable[None]], timeline: Timeline) -> None:
+    def __init__(
+        self, deliver: Callable[[Event], Awaitable[None]], timeline: Timeline, choice: int = 0
+    ) -> None:
+        self.choice = choice
         self.output: list[SampledToken] = []
+        self.reason: FinishReason | None = None
+        """Set when the output is complete."""
         self.accepted = False
+        self._told = False
         self.avoid: dict[Stage, list[Worker]] = {stage: [] for stage in Stage}
         self.timeline = timeline
         self._deliver = deliver
@@ -66,8 +72,20 @@ class Progress:
                 reason = f"tokens are missing before index {first_index}"
                 raise EpdError(ErrorKind.INTERNAL, reason)
             if fresh := tokens[known:]:
-                await self._deliver(NewTokens(tuple(fresh)))
+                await self._deliver(NewTokens(tuple(fresh), self.choice))
                 self.output.extend(fresh)
+
+    def stop(self) -> None:
+        """The gateway ended the output itself (a stop string) and knows it."""
+        self.reason = FinishReason.STOP
+        self._told = True
+
+    async def end(self) -> None:
+        """Say that the output is complete; once."""
+        assert self.reason is not None
+        if not self._told:
+            self._told = True
+            await self._deliver(Ended(self.reason, self.choice))
 
     def blame(self, fault: StageFault) -> None:
         """Rather avoid this worker from now on."""

@@ -16,6 +16,8 @@ class PlannedRequest:
     items: tuple[ImageItem, ...]
     images: tuple[bytes, ...]
     sampling: SamplingParams
+    choices: int = 1
+    """Outputs of this prompt; `sampling` is that of choice 0."""
     image_params: tuple[str, ...] = ()
     """Where the client wrote each image, for errors that only decoding finds."""
     salt: bytes = b""
@@ -42,13 +44,15 @@ class NewTokens:
     """More output, in order, without gaps or repeats."""
 
     tokens: tuple[SampledToken, ...]
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The output is complete. Last."""
+    """The output of a choice is complete; nothing of it follows."""
 
     reason: FinishReason
+    choice: int = 0
 
 
 Event = Accepted | NewTokens | Ended

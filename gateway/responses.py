@@ -13,8 +13,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from epd.errors import EpdError, ErrorKind
-from epd.text.output import Piece
-from gateway.chat import Answer
+from gateway.chat import Answer, Part
 from gateway.openai import Encoder, error_event
 
 _log = logging.getLogger(__name__)
@@ -109,10 +108,10 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events of one answer that has begun with the piece `first` (None: it
-    is empty) and goes on with `pieces`. Ends it when the client goes away.
+    """Server-sent events of one answer that has begun with `first` and goes on with
+    `parts`. Ends it when the client goes away.
 
-    Exactly one terminal: the finish chunk and [DONE], or an error event and [DONE].
+    Exactly one terminal: the finish chunks and [DONE], or an error event and [DONE].
     """
 
     media_type = "text/event-stream"
@@ -120,14 +119,14 @@ class EventStream(Response):
     def __init__(
         self,
         answer: Answer,
-        first: Piece | None,
-        pieces: AsyncIterator[Piece],
+        first: Part,
+        parts: AsyncIterator[Part],
         encoder: Encoder,
         headers: dict[str, str],
     ) -> None:
         self._answer = answer
         self._first = first
-        self._pieces = pieces
+        self._parts = parts
         self._encoder = encoder
         self.status_code = 200
         self.background = None
@@ -160,11 +159,10 @@ class EventStream(Response):
     async def _chunks(self) -> AsyncIterator[bytes]:
         encoder = self._encoder
         yield encoder.first()
-        if self._first is not None:
-            yield encoder.piece(self._first)
+        yield encoder.part(self._first)
         try:
-            async for piece in self._pieces:
-                yield encoder.piece(piece)
+            async for part in self._parts:
+                yield encoder.part(part)
         except EpdError as error:
             _log.warning("stream ends with %s: %s", error.kind, error.message)
             yield error_event(error)

@@ -27,7 +27,6 @@ _MANY_TOKENS = (1 << 31) - 1
 
 # Known, not served: the values listed change nothing and pass.
 _NOT_SERVED: dict[str, Sequence[Any]] = {
-    "n": (1,),
     "best_of": (1,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -79,6 +78,7 @@ class Generation:
     stop: tuple[str, ...]
     constraint: Constraint | None = None
     """Where `sampling.grammar` comes from."""
+    choices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,14 @@ def read_generation(fields: Fields, limits: LimitsConfig, vocab_size: int) -> Ge
         grammar=constraint.grammar if constraint else None,
     )
     seed = fields.integer("seed", -_INT64, 2 * _INT64 - 1)
-    return Generation(sampling, max_tokens, seed, _stop(fields, limits), constraint)
+    return Generation(
+        sampling,
+        max_tokens,
+        seed,
+        _stop(fields, limits),
+        constraint,
+        fields.integer("n", 1, limits.max_choices) or 1,
+    )
 
 
 def _max_tokens(fields: Fields) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -29,8 +30,8 @@ class Outcome:
 
     sums: tuple[int, ...] = ()
     """Checksums of the blocks that this chunk filled (or ended), in order."""
-    token: SampledToken | EpdError | None = None
-    """The first token, after the last chunk."""
+    tokens: tuple[SampledToken | EpdError, ...] = ()
+    """After the last chunk: the first token of each choice."""
 
 
 class Runner:
@@ -63,10 +64,15 @@ class Runner:
             Whatever the model raises: then no chunk has a result.
         """
         logits = self._lm.forward(self._batch(work), self._pool)
-        ending = [ticket.sampler for chunk, ticket in work if chunk.last]
-        tokens = iter(self._sampler.sample(logits, ending))
+        ending = [ticket.samplers for chunk, ticket in work if chunk.last]
+        rows = [row for row, samplers in enumerate(ending) for _ in samplers]
+        states = [state for samplers in ending for state in samplers]
+        tokens = iter(self._sampler.sample(logits[rows], states))
         return [
-            Outcome(self._seal(chunk, ticket), next(tokens) if chunk.last else None)
+            Outcome(
+                self._seal(chunk, ticket),
+                tuple(islice(tokens, len(ticket.samplers))) if chunk.last else (),
+            )
             for chunk, ticket in work
         ]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
@@ -13,7 +15,7 @@ from epd.errors import EpdError, ErrorKind, invalid
 from epd.jobs import PrefillJob
 from epd.models.lm import LanguageModel
 from epd.runtime.streams import Stopwatch
-from epd.sampling.grammar import Grammars
+from epd.sampling.grammar import Grammars, Matcher
 from epd.sampling.params import validate
 from epd.sampling.state import SamplerState
 from prefill.embeddings import Landing
@@ -54,14 +56,13 @@ class Planner:
         matcher = await self._grammars.compile(
             job.sampling.grammar, job.token_ids[job.prompt_length :]
         )
-        prompt, output = job.token_ids[: job.prompt_length], job.token_ids[job.prompt_length :]
         return Ticket(
             key=next(self._keys),
             job=job,
             positions=positions,
             delta=delta,
             spans=item_spans(job, self._lm.spec.image_token_id),
-            sampler=SamplerState(job.sampling, prompt, output, matcher),
+            samplers=tuple(_samplers(job, matcher)),
             since=since,
         )
 
@@ -82,3 +83,11 @@ class Planner:
     def close(self) -> None:
         self._grammars.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _samplers(job: PrefillJob, matcher: Matcher | None) -> Iterator[SamplerState]:
+    """One for each choice; they share nothing that changes."""
+    prompt, output = job.token_ids[: job.prompt_length], job.token_ids[job.prompt_length :]
+    for number in range(job.choices):
+        params = replace(job.sampling, choice=job.sampling.choice + number)
+        yield SamplerState(params, prompt, output, matcher.copy() if matcher else None)

@@ -122,6 +122,14 @@ def _first_token(event: FirstToken) -> pb.PrefillEvent:
             finish_reason=finish_to_proto(event.finish),
             kv_tokens=event.kv_tokens,
             timing=timing_to_proto(event.timing),
+            others=[
+                pb.ChoiceToken(
+                    token=token_to_proto(other.token),
+                    finish_reason=finish_to_proto(other.finish),
+                    kv_tokens=event.kv_tokens,
+                )
+                for other in event.others
+            ],
         )
     )
 

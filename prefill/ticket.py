@@ -40,11 +40,19 @@ class KvReady:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceToken:
+    token: SampledToken
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
 class FirstToken:
     token: SampledToken
     finish: FinishReason | None
     kv_tokens: int
     timing: StageTiming
+    others: tuple[ChoiceToken, ...] = ()
+    """Of the choices after the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,8 @@ class Ticket:
     delta: int
     spans: tuple[ItemSpan, ...]
     """Placeholders of each image, in order."""
-    sampler: SamplerState
+    samplers: tuple[SamplerState, ...]
+    """One for each choice."""
     since: Stopwatch
 
     # held while reserved

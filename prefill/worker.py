@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from epd.config import Config
 from epd.errors import EpdError, invalid
@@ -42,6 +42,7 @@ from prefill.planning import Planner
 from prefill.scheduler import Chunk, Scheduler
 from prefill.ticket import (
     Admitted,
+    ChoiceToken,
     EmbeddingFetched,
     FirstToken,
     ReadsTerminal,
@@ -260,23 +261,31 @@ class PrefillWorker:
 
     def _report(self, chunk: Chunk, ticket: Ticket, outcome: Outcome) -> None:
         ticket.sums += outcome.sums
-        if isinstance(outcome.token, EpdError):
-            self._fail(ticket, outcome.token)
-            return
+        tokens = [token for token in outcome.tokens if isinstance(token, SampledToken)]
+        for fault in outcome.tokens:
+            if isinstance(fault, EpdError):
+                self._fail(ticket, fault)
+                return
         ready = self._lessor.announce(ticket, chunk.end)
         if ready is not None:
             ticket.events.put(ready)
-        if outcome.token is not None:
-            self._first_token(ticket, outcome.token)
+        if tokens:
+            self._first_token(ticket, tokens)
 
-    def _first_token(self, ticket: Ticket, token: SampledToken) -> None:
+    def _first_token(self, ticket: Ticket, tokens: Sequence[SampledToken]) -> None:
         context_full = ticket.total + 1 >= self._max_context
-        finish = ticket.sampler.accept(token.id, context_full=context_full)
+        first, *others = (
+            ChoiceToken(token, state.accept(token.id, context_full=context_full))
+            for token, state in zip(tokens, ticket.samplers, strict=True)
+        )
         self._free_landing(ticket)
         if not ticket.job.decode_follows:  # nobody will read them
             self._lessor.end(ticket)
         metrics.observe_phases(self.stage, ticket.timing)
-        self._tell_last(ticket, FirstToken(token, finish, ticket.total, ticket.timing))
+        self._tell_last(
+            ticket,
+            FirstToken(first.token, first.finish, ticket.total, ticket.timing, tuple(others)),
+        )
 
     def _tell_last(self, ticket: Ticket, event: FirstToken | ReadsTerminal) -> None:
         ticket.told_last = True

@@ -22,6 +22,7 @@ from epd.rpc.convert import (
 from protos.epd.v1 import common_pb2, decode_pb2, encode_pb2, prefill_pb2
 
 MAX_REQUEST_ID = 128
+MAX_CHOICES = 128
 _MAX_SALT = 256
 
 
@@ -77,6 +78,11 @@ def prefill_job_from_proto(message: prefill_pb2.PrefillJob, facts: ModelFacts) -
     token_ids = tuple(message.token_ids)
     _check_tokens(token_ids, message.prompt_length, facts)
     _check_salt(message.salt)
+    choices = message.choices or 1
+    if choices > MAX_CHOICES:
+        raise invalid(f"at most {MAX_CHOICES}", "job.choices")
+    if choices > 1 and message.prompt_length != len(token_ids):
+        raise invalid("several choices can't share generated ids", "job.choices")
     return PrefillJob(
         request_id=message.request_id,
         attempt=message.attempt,
@@ -87,6 +93,7 @@ def prefill_job_from_proto(message: prefill_pb2.PrefillJob, facts: ModelFacts) -
         sampling=sampling_from_proto(message.sampling),
         decode_follows=message.decode_follows,
         salt=message.salt,
+        choices=choices,
     )
 
 
@@ -102,6 +109,7 @@ def prefill_job_to_proto(job: PrefillJob, fingerprint: str) -> prefill_pb2.Prefi
         sampling=sampling_to_proto(job.sampling),
         decode_follows=job.decode_follows,
         salt=job.salt,
+        choices=job.choices,
     )
 
 

@@ -44,6 +44,10 @@ class Matcher:
         self._matcher = matcher
         self._vocab_size = vocab_size
 
+    def copy(self) -> Matcher:
+        """Another that stands at the same place."""
+        return Matcher(self._matcher.deep_copy(), self._vocab_size)
+
     @property
     def complete(self) -> bool:
         """Nothing can follow: the output ends here."""

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cases.site import Site
 from tests.e2e.cluster import Cluster
+from tests.e2e.gateway_house import empty, house, loaded  # noqa: F401 (fixtures)
 
 
 @pytest.fixture(scope="session")

@@ -107,6 +107,10 @@ class Script:
     jobs: list[tuple[Stage, Any]] = field(default_factory=list)
     """Every job that came, in order."""
 
+    def output_of(self, choice: int) -> list[int]:
+        """Every choice says the same, but for its first token."""
+        return [self.output[0] + choice, *self.output[1:]]
+
     def jobs_of(self, stage: Stage) -> list[Any]:
         return [job for of, job in self.jobs if of is stage]
 
@@ -250,9 +254,17 @@ class Fake:
         index = total - job.prompt_length
         last = index + 1 == len(script.output)
         token = prefill_pb2.FirstToken(
-            token=common_pb2.Token(id=script.output[index], logprob=-0.5),
+            token=common_pb2.Token(id=script.output_of(job.sampling.choice)[index], logprob=-0.5),
             finish_reason=script.finish if last else common_pb2.FINISH_REASON_UNSPECIFIED,
             kv_tokens=total,
+            others=[
+                prefill_pb2.ChoiceToken(
+                    token=common_pb2.Token(id=script.output_of(choice)[index], logprob=-0.5),
+                    finish_reason=script.finish if last else common_pb2.FINISH_REASON_UNSPECIFIED,
+                    kv_tokens=total,
+                )
+                for choice in range(1, job.choices)
+            ],
         )
         self.note("FirstToken")
         await write(prefill_pb2.PrefillEvent(first_token=token))
@@ -277,7 +289,8 @@ class Fake:
         while done < len(script.output):
             call.token = done
             await script.at("decode.token", call)
-            ids = script.output[done : done + script.tokens_per_message]
+            output = script.output_of(job.sampling.choice)
+            ids = output[done : done + script.tokens_per_message]
             top = [common_pb2.TokenLogprob(id=i, logprob=-i) for i in range(script.alternatives)]
             tokens = [common_pb2.Token(id=token_id, logprob=-0.5, top=top) for token_id in ids]
             message = decode_pb2.Tokens(first_index=done, tokens=tokens)

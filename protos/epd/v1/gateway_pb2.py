@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.epd.v1 import common_pb2 as protos_dot_epd_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotos/epd/v1/gateway.proto\x12\x06\x65pd.v1\x1a\x1aprotos/epd/v1/common.proto\"\x86\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12!\n\x08messages\x18\x02 \x03(\x0b\x32\x0f.epd.v1.Message\x12*\n\x07options\x18\x03 \x01(\x0b\x32\x19.epd.v1.GenerationOptions\x12\x19\n\x11\x63lient_request_id\x18\x04 \x01(\t\"I\n\x07Message\x12\x1a\n\x04role\x18\x01 \x01(\x0e\x32\x0c.epd.v1.Role\x12\"\n\x05parts\x18\x02 \x03(\x0b\x32\x13.epd.v1.ContentPart\"6\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x0f\n\x05image\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"\xf7\x04\n\x11GenerationOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x06H\x07\x88\x01\x01\x12<\n\nlogit_bias\x18\t \x03(\x0b\x32(.epd.v1.GenerationOptions.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x17\n\nmax_tokens\x18\x0c \x01(\rH\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\r \x01(\rH\t\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x10\n\x08logprobs\x18\x0f \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x10 \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\x8b\x01\n\tChatEvent\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.epd.v1.ChatAcceptedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.epd.v1.ChatDeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.epd.v1.ChatFinishedH\x00\x42\x06\n\x04kind\"O\n\x0c\x43hatAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x14\n\x0cimage_tokens\x18\x03 \x01(\r\"8\n\tChatDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1d\n\x06tokens\x18\x02 \x03(\x0b\x32\r.epd.v1.Token\"v\n\x0c\x43hatFinished\x12$\n\x06reason\x18\x01 \x01(\x0e\x32\x14.epd.v1.FinishReason\x12\x1c\n\x05usage\x18\x02 \x01(\x0b\x32\r.epd.v1.Usage\x12\"\n\x08timeline\x18\x03 \x01(\x0b\x32\x10.epd.v1.Timeline\"f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x14\n\x0cimage_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\")\n\x08Timeline\x12\x1d\n\x06phases\x18\x01 \x03(\x0b\x32\r.epd.v1.Phase\"K\n\x05Phase\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08start_ms\x18\x02 \x01(\x01\x12\x13\n\x0b\x64uration_ms\x18\x03 \x01(\x01\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.epd.v1.ModelInfo\"[\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x18\n\x10input_modalities\x18\x04 \x03(\t*P\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x32\x80\x01\n\x07Gateway\x12\x30\n\x04\x43hat\x12\x13.epd.v1.ChatRequest\x1a\x11.epd.v1.ChatEvent0\x01\x12\x43\n\nListModels\x12\x19.epd.v1.ListModelsRequest\x1a\x1a.epd.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotos/epd/v1/gateway.proto\x12\x06\x65pd.v1\x1a\x1aprotos/epd/v1/common.proto\"\x86\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12!\n\x08messages\x18\x02 \x03(\x0b\x32\x0f.epd.v1.Message\x12*\n\x07options\x18\x03 \x01(\x0b\x32\x19.epd.v1.GenerationOptions\x12\x19\n\x11\x63lient_request_id\x18\x04 \x01(\t\"I\n\x07Message\x12\x1a\n\x04role\x18\x01 \x01(\x0e\x32\x0c.epd.v1.Role\x12\"\n\x05parts\x18\x02 \x03(\x0b\x32\x13.epd.v1.ContentPart\"6\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x0f\n\x05image\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"\x8f\x06\n\x11GenerationOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x06H\x07\x88\x01\x01\x12<\n\nlogit_bias\x18\t \x03(\x0b\x32(.epd.v1.GenerationOptions.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x17\n\nmax_tokens\x18\x0c \x01(\rH\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\r \x01(\rH\t\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x10\n\x08logprobs\x18\x0f \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x10 \x01(\r\x12\x0e\n\x01n\x18\x11 \x01(\rH\n\x88\x01\x01\x12\x13\n\x0bjson_object\x18\x12 \x01(\x08\x12\x18\n\x0bguided_json\x18\x13 \x01(\tH\x0b\x88\x01\x01\x12\x19\n\x0cguided_regex\x18\x14 \x01(\tH\x0c\x88\x01\x01\x12\x15\n\rguided_choice\x18\x15 \x03(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x04\n\x02_nB\x0e\n\x0c_guided_jsonB\x0f\n\r_guided_regex\"\xbe\x01\n\tChatEvent\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.epd.v1.ChatAcceptedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.epd.v1.ChatDeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.epd.v1.ChatFinishedH\x00\x12\x31\n\x0f\x63hoice_finished\x18\x04 \x01(\x0b\x32\x16.epd.v1.ChoiceFinishedH\x00\x42\x06\n\x04kind\"O\n\x0c\x43hatAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x14\n\x0cimage_tokens\x18\x03 \x01(\r\"H\n\tChatDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1d\n\x06tokens\x18\x02 \x03(\x0b\x32\r.epd.v1.Token\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\"F\n\x0e\x43hoiceFinished\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12$\n\x06reason\x18\x02 \x01(\x0e\x32\x14.epd.v1.FinishReason\"v\n\x0c\x43hatFinished\x12$\n\x06reason\x18\x01 \x01(\x0e\x32\x14.epd.v1.FinishReason\x12\x1c\n\x05usage\x18\x02 \x01(\x0b\x32\r.epd.v1.Usage\x12\"\n\x08timeline\x18\x03 \x01(\x0b\x32\x10.epd.v1.Timeline\"f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x14\n\x0cimage_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\")\n\x08Timeline\x12\x1d\n\x06phases\x18\x01 \x03(\x0b\x32\r.epd.v1.Phase\"K\n\x05Phase\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08start_ms\x18\x02 \x01(\x01\x12\x13\n\x0b\x64uration_ms\x18\x03 \x01(\x01\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.epd.v1.ModelInfo\"[\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x18\n\x10input_modalities\x18\x04 \x03(\t*P\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x32\x80\x01\n\x07Gateway\x12\x30\n\x04\x43hat\x12\x13.epd.v1.ChatRequest\x1a\x11.epd.v1.ChatEvent0\x01\x12\x43\n\nListModels\x12\x19.epd.v1.ListModelsRequest\x1a\x1a.epd.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=1765
-  _globals['_ROLE']._serialized_end=1845
+  _globals['_ROLE']._serialized_start=2056
+  _globals['_ROLE']._serialized_end=2136
   _globals['_CHATREQUEST']._serialized_start=68
   _globals['_CHATREQUEST']._serialized_end=202
   _globals['_MESSAGE']._serialized_start=204
@@ -43,29 +43,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONTENTPART']._serialized_start=279
   _globals['_CONTENTPART']._serialized_end=333
   _globals['_GENERATIONOPTIONS']._serialized_start=336
-  _globals['_GENERATIONOPTIONS']._serialized_end=967
-  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_start=768
-  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_end=816
-  _globals['_CHATEVENT']._serialized_start=970
-  _globals['_CHATEVENT']._serialized_end=1109
-  _globals['_CHATACCEPTED']._serialized_start=1111
-  _globals['_CHATACCEPTED']._serialized_end=1190
-  _globals['_CHATDELTA']._serialized_start=1192
-  _globals['_CHATDELTA']._serialized_end=1248
-  _globals['_CHATFINISHED']._serialized_start=1250
-  _globals['_CHATFINISHED']._serialized_end=1368
-  _globals['_USAGE']._serialized_start=1370
-  _globals['_USAGE']._serialized_end=1472
-  _globals['_TIMELINE']._serialized_start=1474
-  _globals['_TIMELINE']._serialized_end=1515
-  _globals['_PHASE']._serialized_start=1517
-  _globals['_PHASE']._serialized_end=1592
-  _globals['_LISTMODELSREQUEST']._serialized_start=1594
-  _globals['_LISTMODELSREQUEST']._serialized_end=1613
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1615
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1670
-  _globals['_MODELINFO']._serialized_start=1672
-  _globals['_MODELINFO']._serialized_end=1763
-  _globals['_GATEWAY']._serialized_start=1848
-  _globals['_GATEWAY']._serialized_end=1976
+  _globals['_GENERATIONOPTIONS']._serialized_end=1119
+  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_start=881
+  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_end=929
+  _globals['_CHATEVENT']._serialized_start=1122
+  _globals['_CHATEVENT']._serialized_end=1312
+  _globals['_CHATACCEPTED']._serialized_start=1314
+  _globals['_CHATACCEPTED']._serialized_end=1393
+  _globals['_CHATDELTA']._serialized_start=1395
+  _globals['_CHATDELTA']._serialized_end=1467
+  _globals['_CHOICEFINISHED']._serialized_start=1469
+  _globals['_CHOICEFINISHED']._serialized_end=1539
+  _globals['_CHATFINISHED']._serialized_start=1541
+  _globals['_CHATFINISHED']._serialized_end=1659
+  _globals['_USAGE']._serialized_start=1661
+  _globals['_USAGE']._serialized_end=1763
+  _globals['_TIMELINE']._serialized_start=1765
+  _globals['_TIMELINE']._serialized_end=1806
+  _globals['_PHASE']._serialized_start=1808
+  _globals['_PHASE']._serialized_end=1883
+  _globals['_LISTMODELSREQUEST']._serialized_start=1885
+  _globals['_LISTMODELSREQUEST']._serialized_end=1904
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1906
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1961
+  _globals['_MODELINFO']._serialized_start=1963
+  _globals['_MODELINFO']._serialized_end=2054
+  _globals['_GATEWAY']._serialized_start=2139
+  _globals['_GATEWAY']._serialized_end=2267
 # @@protoc_insertion_point(module_scope)

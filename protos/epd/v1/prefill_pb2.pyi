@@ -67,6 +67,7 @@ class PrefillJob(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     DECODE_FOLLOWS_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     fingerprint: _builtins.str
@@ -81,6 +82,11 @@ class PrefillJob(_message.Message):
     """
     salt: _builtins.bytes
     """Tenant salt: part of every cache key, so tenants never share."""
+    choices: _builtins.int
+    """Outputs that start from this prompt; 0 means 1. Each gets a first token, drawn with
+    sampling.choice, choice + 1, ...; only a prompt without generated ids can have more
+    than one.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt ids with placeholders expanded, followed by ids that an earlier
@@ -104,10 +110,11 @@ class PrefillJob(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         decode_follows: _builtins.bool = ...,
         salt: _builtins.bytes = ...,
+        choices: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_follows", b"decode_follows", "fingerprint", b"fingerprint", "items", b"items", "nonce", b"nonce", "prompt_length", b"prompt_length", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choices", b"choices", "decode_follows", b"decode_follows", "fingerprint", b"fingerprint", "items", b"items", "nonce", b"nonce", "prompt_length", b"prompt_length", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -277,6 +284,7 @@ class FirstToken(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     KV_TOKENS_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set when this token ends the output: decode is then never started."""
     kv_tokens: _builtins.int
@@ -285,6 +293,10 @@ class FirstToken(_message.Message):
     def token(self) -> _common_pb2.Token: ...
     @_builtins.property
     def timing(self) -> _common_pb2.StageTiming: ...
+    @_builtins.property
+    def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceToken]:
+        """First tokens of the other choices, in order."""
+
     def __init__(
         self,
         *,
@@ -292,11 +304,39 @@ class FirstToken(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         kv_tokens: _builtins.int = ...,
         timing: _common_pb2.StageTiming | None = ...,
+        others: _abc.Iterable[Global___ChoiceToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "kv_tokens", b"kv_tokens", "timing", b"timing", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "kv_tokens", b"kv_tokens", "others", b"others", "timing", b"timing", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
+
+@_typing.final
+class ChoiceToken(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_FIELD_NUMBER: _builtins.int
+    finish_reason: _common_pb2.FinishReason.ValueType
+    """As in FirstToken."""
+    kv_tokens: _builtins.int
+    @_builtins.property
+    def token(self) -> _common_pb2.Token: ...
+    def __init__(
+        self,
+        *,
+        token: _common_pb2.Token | None = ...,
+        finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        kv_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "kv_tokens", b"kv_tokens", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChoiceToken: _TypeAlias = ChoiceToken  # noqa: Y015
