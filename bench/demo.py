@@ -109,6 +109,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
     print("".join(f"  {line}\n" for line in rest.splitlines()), end="")
     if process.returncode != 0:
         raise Failure(f"epd serve ended with exit code {process.returncode}")
+    time.sleep(0.5)  # helpers of the stages see their parent's end a moment later
     if left := [member for member in family if _runs(member)]:
         raise Failure(f"processes left over: {left}")
 

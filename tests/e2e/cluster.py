@@ -189,6 +189,7 @@ class Cluster:
             key: str(value) for key, value in (settings or {}).items()
         }
         self._environ = environ or {}
+        self._idle_tasks: dict[str, int] = {}
         counts = dict.fromkeys(STAGES, 1) | dict(counts or {})
         ports = ("http_port", "grpc_port")
         self.gateway = self._worker(GATEWAY, 0, {f"gateway.{port}": "0" for port in ports})
@@ -243,6 +244,7 @@ class Cluster:
         with ThreadPoolExecutor(len(self.members)) as pool:
             list(pool.map(Worker.until_ready, self.members))
         self.until_serving()
+        self._idle_tasks = {m.role: m.debug_state()["tasks"] for m in self.members}
         return self
 
     def until_serving(self, limit_s: float = 30.0) -> None:
@@ -286,6 +288,9 @@ class Cluster:
             for key in MUST_BE_ZERO[member.role]:
                 if state.get(key) != 0:
                     found.append(f"{member.role}-{member.index}: {key} is {state.get(key)}")
+            if state["tasks"] > self._idle_tasks[member.role]:
+                more = state["tasks"] - self._idle_tasks[member.role]
+                found.append(f"{member.role}-{member.index}: {more} tasks more than at the start")
             if member.role != GATEWAY and state.get("integrity") != "ok":
                 found.append(f"{member.role}-{member.index}: {state.get('integrity')}")
         return found
@@ -311,7 +316,12 @@ class Cluster:
             member.send(signal.SIGTERM)
         stubborn = [member.role for member in living if not _ends(member)]
         codes = {member.role: member.process.returncode for member in living if member.process}
-        left = [process for process in family if _runs(process)]
+        # Helper processes see the end of their parent, and need a moment for their own.
+        deadline = time.monotonic() + 3.0
+        while (left := [process for process in family if _runs(process)]) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(0.05)
         assert not stubborn, f"did not stop after SIGTERM: {stubborn}"
         assert not left, f"processes left over: {left}"
         assert set(codes.values()) <= {0}, f"exit codes: {codes}"
