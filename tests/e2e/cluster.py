@@ -318,7 +318,7 @@ class Cluster:
         codes = {member.role: member.process.returncode for member in living if member.process}
         # Helper processes see the end of their parent, and need a moment for their own.
         deadline = time.monotonic() + 3.0
-        while (left := [process for process in family if _runs(process)]) and (
+        while (left := [process for process in family if still_runs(process)]) and (
             time.monotonic() < deadline
         ):
             time.sleep(0.05)
@@ -338,7 +338,8 @@ def _ends(member: Worker, limit_s: float = 20.0) -> bool:
         return False
 
 
-def _runs(process: psutil.Process) -> bool:
+def still_runs(process: psutil.Process) -> bool:
+    """False for one that is dead and only waits to be collected by init."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from openai import OpenAI
 
-from tests.e2e.cluster import DEMO_CHECKPOINT, ROOT, STAGES, Cluster, Reply, request
+from tests.e2e.cluster import DEMO_CHECKPOINT, ROOT, STAGES, Cluster, Reply, request, still_runs
 from tests.e2e.conftest import MakeCluster, demo_questions, image_part, picture, user
 
 COLOUR = "What colour is the circle?"
@@ -406,7 +406,7 @@ def test_ctrl_c_stops_all_processes() -> None:
     finally:
         process.kill()
     psutil.wait_procs(family, timeout=5)
-    assert not [member for member in family if member.is_running()]
+    assert not [member for member in family if still_runs(member)]
 
 
 def test_a_missing_checkpoint_is_a_reason(tmp_path: Any) -> None:
