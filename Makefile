@@ -20,7 +20,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --retries 5
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-parity test-e2e check format protos parity clean
+.PHONY: help setup demo test test-unit test-cases test-parity test-e2e check format protos parity clean
 
 help: ## show this help
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -39,10 +39,13 @@ $(READY): pyproject.toml constraints.txt deploy/system_libraries.sh
 demo: $(READY) ## start all services, ask about a picture, show the answer and where the time went
 	$(BIN)/python -m bench.demo
 
-test: test-unit test-parity test-e2e ## all tests: unit, then parity, then end to end
+test: test-unit test-cases test-parity test-e2e ## all tests: unit, real cases, parity, end to end
 
 test-unit: $(READY) ## fast tests, no processes
 	$(BIN)/python -m pytest -q tests/unit $(PYTEST_ARGS)
+
+test-cases: $(READY) ## faults met in public with systems of this kind (docs/cases.md)
+	$(BIN)/python -m pytest -q tests/cases $(PYTEST_ARGS)
 
 test-parity: $(READY) ## numbers against transformers
 	$(BIN)/python -m pytest -q tests/parity $(PYTEST_ARGS)
