@@ -20,7 +20,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --retries 5
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-cases test-parity test-e2e check format protos parity clean
+.PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos check format protos parity clean
 
 help: ## show this help
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -39,7 +39,7 @@ $(READY): pyproject.toml constraints.txt deploy/system_libraries.sh
 demo: $(READY) ## start all services, ask about a picture, show the answer and where the time went
 	$(BIN)/python -m bench.demo
 
-test: test-unit test-cases test-parity test-e2e ## all tests: unit, real cases, parity, end to end
+test: test-unit test-cases test-parity test-e2e test-chaos ## all tests: unit, real cases, parity, end to end, chaos
 
 test-unit: $(READY) ## fast tests, no processes
 	$(BIN)/python -m pytest -q tests/unit $(PYTEST_ARGS)
@@ -52,6 +52,9 @@ test-parity: $(READY) ## numbers against transformers
 
 test-e2e: $(READY) ## real processes over Mooncake
 	$(BIN)/python -m pytest -q tests/e2e $(PYTEST_ARGS)
+
+test-chaos: $(READY) ## real processes, hurt on purpose
+	$(BIN)/python -m pytest -q tests/chaos $(PYTEST_ARGS)
 
 parity: test-parity ## same as test-parity
 
