@@ -82,11 +82,12 @@ class LanguageModel:
         self.exact = exact
         self.kv_layout = _kv_layout(model.config.get_text_config(), spec.dtype, block_tokens)
         self._kernels = kernels
-        self._attention = None
+        self._attention: AttentionKernel | None = None
         if kernels is not None:
-            pack_linears(self.model, LinearKernel(kernels, torch.get_num_threads()))
-            self._attention = AttentionKernel(kernels, torch.get_num_threads())
-            fuse_layers(self.model.get_decoder(), kernels, torch.get_num_threads())
+            threads = torch.get_num_threads()
+            pack_linears(self.model, LinearKernel(kernels, threads))
+            self._attention = AttentionKernel(kernels, threads)
+            fuse_layers(self.model.get_decoder(), kernels, threads)
         if exact:
             make_row_invariant(self.model)
 

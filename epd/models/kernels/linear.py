@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import Any, Final
 
 import torch
@@ -33,6 +32,8 @@ class LinearKernel:
         self._bytes.argtypes, self._bytes.restype = [c_int64, c_int64], c_int64
         self._pack = c.epd_linear_pack
         self._pack.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int]
+        self._read = c.epd_read
+        self._read.argtypes, self._read.restype = (c_void_p, c_int64, c_int), c_float
         self.run = c.epd_linear
         rows = (c_void_p, c_int64, c_int64)
         self.run.argtypes = (*rows, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int)
@@ -50,6 +51,11 @@ class LinearKernel:
         assert out.data_ptr() % _ALIGN == 0
         n, k = weight.shape
         self._pack(weight.data_ptr(), weight.stride(0), n, k, out.data_ptr(), self.threads)
+
+    def read(self, memory: Tensor) -> None:
+        """Read every byte and do nothing else, with the same threads: what a step that
+        uses every weight once can't be faster than (bench/decode_floor.py)."""
+        self._read(memory.data_ptr(), memory.numel() * memory.element_size(), self.threads)
 
 
 class PackedLinear:
@@ -75,11 +81,12 @@ class PackedLinear:
         return y
 
 
-def pack_linears(model: nn.Module, kernel: LinearKernel) -> None:
+def pack_linears(model: nn.Module, kernel: LinearKernel) -> Tensor:
     """Let every bfloat16 `nn.Linear` of a CPU model run on its packed weight, in place.
 
-    The packed weights lie in one region of huge pages, in the order of the model. The
-    plain ones are let go of, except where another module uses them (tied embeddings).
+    Returns the packed weights: one region of huge pages, in the order of the model,
+    uint8. The plain ones are let go of, except where another module uses them (tied
+    embeddings).
     """
     linears: list[Any] = [module for module in model.modules() if _can_run(module)]
     sizes = [kernel.packed_bytes(linear.weight) for linear in linears]
@@ -95,6 +102,7 @@ def pack_linears(model: nn.Module, kernel: LinearKernel) -> None:
         if weight.data_ptr() not in shared:
             linear.weight = nn.Parameter(weight.to("meta"), requires_grad=False)
             _give_back(weight)
+    return region
 
 
 def _can_run(module: nn.Module) -> bool:
@@ -144,10 +152,3 @@ def _advise(address: int, nbytes: int, advice: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [c_void_p, ctypes.c_size_t, c_int]
     libc.madvise(address, nbytes, advice)
-
-
-def packed_names(model: nn.Module) -> Iterable[str]:
-    """Names of the linear layers that run on packed weights."""
-    return (
-        name for name, module in model.named_modules() if isinstance(module.forward, PackedLinear)
-    )
