@@ -14,6 +14,7 @@ from epd import images
 from epd.config import Config, LimitsConfig
 from epd.errors import EpdError, ErrorKind
 from epd.images import ImageHeader
+from epd.obs import metrics
 from epd.sandbox import Sandbox, SandboxLimits, WorkerDied
 from epd.sandbox_worker import Buffer, Work
 
@@ -52,6 +53,7 @@ class HeaderReader:
         try:
             reply = await self._sandbox.run({"param": param}, data)
         except WorkerDied as died:
+            metrics.DECODERS_LOST.labels("time" if died.timed_out else "crash").inc()
             what = f"takes more than {_CPU_S:g} s to read" if died.timed_out else "can't be read"
             reason = f"the image's header {what}"
             raise EpdError(ErrorKind.INVALID_IMAGE, reason, param=param) from died
