@@ -117,7 +117,9 @@ def _conversation(request: pb.ChatRequest, limits: LimitsConfig) -> Conversation
             if kind == "text":
                 parts.append(TextPart(part.text))
             elif kind == "image":
-                images.append(ImageSource(part.image, f"messages[{i}].parts[{j}].image"))
+                param = f"messages[{i}].parts[{j}].image"
+                low = part.detail == pb.IMAGE_DETAIL_LOW
+                images.append(ImageSource(part.image, param, low_detail=low))
                 parts.append(ImagePart(len(images) - 1))
             else:
                 raise invalid("neither text nor image", f"messages[{i}].parts[{j}]")

@@ -22,6 +22,7 @@ from tests.cases.pictures import (
     distance,
     file,
     image_tokens,
+    noise,
     part,
     prompt_tokens,
     quad,
@@ -267,6 +268,23 @@ def prefill_answer(cluster: Cluster, job: prefill_pb2.PrefillJob) -> grpc.Status
             return error.code()
         call.cancel()
         return str(first)
+
+
+def test_detail_low_over_grpc(cluster: Cluster, api: gateway_pb2_grpc.GatewayStub) -> None:
+    """The same words and scores as over HTTP."""
+    picture = file(noise(1200, 800))
+    shown = gateway_pb2.ContentPart(image=picture, detail=gateway_pb2.IMAGE_DETAIL_LOW)
+    question = gateway_pb2.ContentPart(text="Describe the image.")
+    message = gateway_pb2.Message(role=gateway_pb2.ROLE_USER, parts=[shown, question])
+    options = gateway_pb2.GenerationOptions(max_tokens=3, temperature=0, logprobs=True)
+    asked = gateway_pb2.ChatRequest(messages=[message], options=options)
+    events = list(api.Chat(asked, timeout=30))
+    here = [token.logprob for e in events for token in e.delta.tokens]
+    low = ask(cluster, part(data_url(picture), detail="low"))
+    there = [t["logprob"] for t in low.json["choices"][0]["logprobs"]["content"]]
+    assert here == pytest.approx(there, abs=SAME)
+    high = ask(cluster, part(data_url(picture), detail="high"))
+    assert distance(low, high) > SAME
 
 
 def test_prm_12_empty_prompts(cluster: Cluster, api: gateway_pb2_grpc.GatewayStub) -> None:

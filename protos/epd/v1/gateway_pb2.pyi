@@ -39,6 +39,26 @@ ROLE_USER: Role.ValueType  # 2
 ROLE_ASSISTANT: Role.ValueType  # 3
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _ImageDetail:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ImageDetailEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ImageDetail.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    IMAGE_DETAIL_UNSPECIFIED: _ImageDetail.ValueType  # 0
+    """Leave the image as it is ("auto" and "high")."""
+    IMAGE_DETAIL_LOW: _ImageDetail.ValueType  # 1
+    """Reduce it first (limits.low_detail_pixels): fewer tokens where it was large."""
+
+class ImageDetail(_ImageDetail, metaclass=_ImageDetailEnumTypeWrapper):
+    """As OpenAI's `detail`."""
+
+IMAGE_DETAIL_UNSPECIFIED: ImageDetail.ValueType  # 0
+"""Leave the image as it is ("auto" and "high")."""
+IMAGE_DETAIL_LOW: ImageDetail.ValueType  # 1
+"""Reduce it first (limits.low_detail_pixels): fewer tokens where it was large."""
+Global___ImageDetail: _TypeAlias = ImageDetail  # noqa: Y015
+
 @_typing.final
 class ChatRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -102,18 +122,22 @@ class ContentPart(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     image: _builtins.bytes
     """Encoded file (PNG, JPEG, WebP, GIF, BMP, TIFF), not pixels."""
+    detail: Global___ImageDetail.ValueType
+    """How much of the image matters; without a meaning for text."""
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         image: _builtins.bytes = ...,
+        detail: Global___ImageDetail.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "kind", b"kind", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "kind", b"kind", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "image", b"image", "kind", b"kind", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["text", "image"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
