@@ -204,14 +204,14 @@ class Attend {
   // The block's weights of one tile as pairs of keys [16][height].
   void pack_weights(const float* score, int64_t tile, int64_t offset, int32_t* out) const {
     const int m = height(tile);
-    const __m512i by_row =
-        _mm512_mullo_epi32(_mm512_set1_epi32(m), _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7,
-                                                                  6, 5, 4, 3, 2, 1, 0));
-    for (int j = 0; j < m; ++j) {
-      const float* w = score + (tile_start(tile) + j) * width + offset;
-      const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(w + 16), _mm512_loadu_ps(w));
-      _mm512_i32scatter_epi32(out + j, by_row, (__m512i)both, 4);
+    __m512i x[16];
+    for (int j = 0; j < 16; ++j) {
+      const float* w = score + (tile_start(tile) + std::min(j, m - 1)) * width + offset;
+      x[j] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(w + 16), _mm512_loadu_ps(w));
     }
+    transpose(x);
+    const __mmask16 there = __mmask16((1u << m) - 1);
+    for (int p = 0; p < 16; ++p) _mm512_mask_storeu_epi32(out + p * m, there, x[p]);
   }
 
   void mix(const float* score, const float* inverse) const {
