@@ -120,6 +120,7 @@ class LimitsConfig(_Section):
     """A JSON schema, regular expression or list of choices."""
     max_choices: int = Field(16, ge=1, le=128)
     """`n`: answers to one prompt. Each takes a place in decode of its own."""
+    max_tools: int = Field(128, ge=0)
     max_guided_choices: int = Field(1024, ge=1)
     default_max_tokens: int = Field(256, ge=1)
     max_inflight: int = Field(256, ge=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,13 +15,14 @@ from epd.config import Config
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import FinishReason
 from epd.obs import logs, metrics
-from epd.text.output import OutputText, Piece
+from epd.text.output import OutputText, Piece, TextToken
 from epd.text.vocabulary import Vocabulary
 from gateway.pipeline import Pipeline, Run
 from gateway.prepare import Preparer
 from gateway.request import Accepted, Ended, Event, NewTokens, PlannedRequest
 from gateway.schema import ChatCall
 from gateway.timeline import Timeline
+from gateway.toolcalls import CallDelta, CallParser, Delta
 
 _log = logging.getLogger(__name__)
 STAGE = "gateway"
@@ -137,7 +138,11 @@ class Part:
 
     choice: int
     piece: Piece | None = None
+    """Its text is content; its tokens are those of the calls as well."""
+    calls: tuple[CallDelta, ...] = ()
     reason: FinishReason | None = None
+    called: bool = False
+    """With `reason`: the model ended with tool calls."""
 
 
 class Answer:
@@ -172,6 +177,7 @@ class Answer:
             )
             for _ in range(request.choices)
         ]
+        self._parsers = [CallParser() if call.tools else None for _ in self._texts]
         self._reasons: dict[int, FinishReason] = {}
 
     @property
@@ -213,17 +219,28 @@ class Answer:
         if isinstance(event, NewTokens):
             for token in event.tokens:
                 if (piece := text.push(token)) is not None:
-                    yield Part(choice, piece)
+                    yield from self._parsed(choice, piece)
                 if text.stopped:
                     break
         elif (piece := text.finish()) is not None:
-            yield Part(choice, piece)
+            yield from self._parsed(choice, piece)
         if text.stopped:
-            yield self._ended(choice, FinishReason.STOP)
+            yield from self._ended(choice, FinishReason.STOP)
         elif isinstance(event, Ended):
-            yield self._ended(choice, event.reason)
+            yield from self._ended(choice, event.reason)
 
-    def _ended(self, choice: int, reason: FinishReason) -> Part:
+    def _parsed(self, choice: int, piece: Piece) -> Iterator[Part]:
+        """Content and calls apart, where the model may call."""
+        parser = self._parsers[choice]
+        if parser is None:
+            yield Part(choice, piece)
+        else:
+            yield _part(choice, parser.push(piece.text), piece.tokens)
+
+    def _ended(self, choice: int, reason: FinishReason) -> Iterator[Part]:
+        parser = self._parsers[choice]
+        if parser is not None and (rest := parser.finish()):
+            yield _part(choice, rest, ())
         self._reasons[choice] = reason
         if len(self._reasons) == len(self._texts):
             self.timeline.end("decode")
@@ -231,7 +248,8 @@ class Answer:
             self.cancel("a stop string is complete")
         elif self._texts[choice].stopped:
             self._run.stop(choice)
-        return Part(choice, reason=reason)
+        called = parser is not None and parser.called and reason is FinishReason.STOP
+        yield Part(choice, reason=reason, called=called)
 
     def cancel(self, reason: str = "the client is gone") -> None:
         """Let go of everything; stages tear down in the background. Idempotent."""
@@ -254,3 +272,9 @@ class Answer:
                     "completion_tokens": self.usage.completion,
                 },
             )
+
+
+def _part(choice: int, deltas: Sequence[Delta], tokens: tuple[TextToken, ...]) -> Part:
+    text = "".join(delta for delta in deltas if isinstance(delta, str))
+    calls = tuple(delta for delta in deltas if isinstance(delta, CallDelta))
+    return Part(choice, Piece(text, tokens), calls)

@@ -9,13 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from epd.config import LimitsConfig
 from epd.errors import invalid
-from epd.text.messages import ChatMessage, ImagePart, TextPart
+from epd.text.messages import ChatMessage, ImagePart, TextPart, ToolCall
 from gateway.fields import Fields, kind_of
 
 # "developer" is OpenAI's newer name of the system role; checkpoints know "system".
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 _NOT_SERVED: dict[str, Sequence[Any]] = {
     "name": (),
     "tool_calls": ([],),
@@ -31,6 +39,7 @@ _PART_NOT_SERVED: dict[str, Sequence[Any]] = {"cache_control": (), "prompt_cache
 _UNSERVED_PARTS = frozenset(
     {"input_audio", "audio_url", "video", "video_url", "file", "refusal", "input_image"}
 )
+_MOST_CALLS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,8 @@ def read_messages(value: Any, limits: LimitsConfig) -> Conversation:
     if len(value) > limits.max_messages:
         raise invalid(f"messages: more than {limits.max_messages}", "messages")
     images: list[ImageSource] = []
-    messages = [_message(item, f"messages[{i}]", images) for i, item in enumerate(value)]
+    known: set[str] = set()
+    messages = [_message(item, f"messages[{i}]", images, known) for i, item in enumerate(value)]
     return conversation(messages, images, limits)
 
 
@@ -87,23 +97,64 @@ def _says_something(message: ChatMessage) -> bool:
     return any(isinstance(part, ImagePart) or part.text.strip() for part in message.parts)
 
 
-def _message(value: Any, path: str, images: list[ImageSource]) -> ChatMessage:
+def _message(
+    value: Any, path: str, images: list[ImageSource], known_calls: set[str]
+) -> ChatMessage:
+    """`known_calls`: ids of the calls in the messages before."""
     fields = Fields(value, path)
     role = fields.required_string("role")
     if role not in _ROLES:
         raise fields.wrong("role", f"{role!r} is not supported; one of {', '.join(_ROLES)}")
     content = fields.take("content")
+    calls = _tool_calls(fields, known_calls) if role == "assistant" else ()
+    if role == "tool" and fields.required_string("tool_call_id") not in known_calls:
+        raise fields.wrong("tool_call_id", "no message before has a call of this id")
     fields.refuse(_NOT_SERVED, "is not supported")
     fields.done()
-    where = f"{path}.content"
+    parts = _content(content, f"{path}.content", images, optional=bool(calls))
+    return ChatMessage(_ROLES[role], parts, calls)
+
+
+def _content(
+    content: Any, where: str, images: list[ImageSource], optional: bool
+) -> tuple[TextPart | ImagePart, ...]:
+    if content is None and optional:
+        return ()
     if isinstance(content, str):
         _check_text(content, where)
-        return ChatMessage(_ROLES[role], (TextPart(content),))
+        return (TextPart(content),)
     if not isinstance(content, list):
         what = "is missing" if content is None else f"is {kind_of(content)}"
         raise invalid(f"{where}: must be a string or an array of parts, {what}", where)
-    parts = [_part(item, f"{where}[{j}]", images) for j, item in enumerate(content)]
-    return ChatMessage(_ROLES[role], tuple(parts))
+    return tuple(_part(item, f"{where}[{j}]", images) for j, item in enumerate(content))
+
+
+def _tool_calls(fields: Fields, known: set[str]) -> tuple[ToolCall, ...]:
+    calls = fields.array("tool_calls") or ()
+    return tuple(
+        _tool_call(item, fields.param(f"tool_calls[{i}]"), known) for i, item in enumerate(calls)
+    )
+
+
+def _tool_call(value: Any, path: str, known: set[str]) -> ToolCall:
+    outer = Fields(value, path)
+    known.add(outer.required_string("id"))
+    if (kind := outer.required_string("type")) != "function":
+        raise outer.wrong("type", f"{kind!r} is not supported; function")
+    outer.refuse({"index": tuple(range(_MOST_CALLS))}, "must be a small number")
+    inner = Fields(outer.take("function") or {}, outer.param("function"))
+    outer.done()
+    name = inner.required_string("name")
+    arguments = inner.required_string("arguments") or "{}"
+    inner.done()
+    _check_text(name, inner.param("name"))
+    try:
+        parsed = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError as error:
+        raise inner.wrong("arguments", f"is no JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise inner.wrong("arguments", "must be a JSON object")
+    return ToolCall(name, arguments)
 
 
 def _part(value: Any, path: str, images: list[ImageSource]) -> TextPart | ImagePart:

@@ -13,6 +13,7 @@ from epd.text.output import TextToken
 from epd.text.vocabulary import Vocabulary
 from gateway.chat import Answer, Part, Usage
 from gateway.timeline import Timeline
+from gateway.toolcalls import CallDelta
 
 DONE = b"data: [DONE]\n\n"
 _FLOOR = -9999.0
@@ -39,14 +40,21 @@ class Encoder:
         if part.piece is None:
             return self._finish(part)
         logprobs = self._token_logprobs(part.piece.tokens) if self._logprobs else None
-        return self._chunk(part.choice, {"content": part.piece.text}, None, logprobs)
+        delta: dict[str, Any] = {}
+        if part.calls:
+            delta["tool_calls"] = [_call_delta(call) for call in part.calls]
+        elif not part.piece.text and not logprobs:
+            return b""  # held back: it may become a call
+        if part.piece.text or not part.calls:
+            delta["content"] = part.piece.text
+        return self._chunk(part.choice, delta, None, logprobs)
 
     def _finish(self, part: Part) -> bytes:
         extra: dict[str, Any] = {}
         # The timeline is the request's: it comes when that is over.
         if self._answer.call.timeline and self._answer.reason is not None:
             extra["timeline"] = timeline_json(self._answer.timeline)
-        return self._chunk(part.choice, {}, str(part.reason), None, extra)
+        return self._chunk(part.choice, {}, _reason(part), None, extra)
 
     def last(self) -> bytes:
         """Usage chunk if asked for, and the end mark."""
@@ -76,15 +84,15 @@ class Encoder:
     def _choice(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
         pieces = [part.piece for part in parts if part.piece is not None]
         tokens = [token for piece in pieces for token in piece.tokens]
+        text = "".join(piece.text for piece in pieces)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls := _whole_calls([call for part in parts for call in part.calls]):
+            message |= {"content": text or None, "tool_calls": calls}
         return {
             "index": index,
-            "message": {
-                "role": "assistant",
-                "content": "".join(piece.text for piece in pieces),
-                "refusal": None,
-            },
+            "message": message,
             "logprobs": self._token_logprobs(tokens) if self._logprobs else None,
-            "finish_reason": str(parts[-1].reason),
+            "finish_reason": _reason(parts[-1]),
         }
 
     def _chunk_head(self) -> dict[str, Any]:
@@ -93,7 +101,7 @@ class Encoder:
     def _chunk(
         self,
         index: int,
-        delta: dict[str, str],
+        delta: dict[str, Any],
         reason: str | None,
         logprobs: dict[str, Any] | None,
         extra: dict[str, Any] | None = None,
@@ -126,6 +134,28 @@ class Encoder:
             "logprob": _finite(logprob),
             "bytes": list(raw),
         }
+
+
+def _reason(part: Part) -> str:
+    return "tool_calls" if part.called else str(part.reason)
+
+
+def _call_delta(call: CallDelta) -> dict[str, Any]:
+    if not call.id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def _whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        if delta.id:
+            function = {"name": delta.name, "arguments": delta.arguments}
+            calls.append({"id": delta.id, "type": "function", "function": function})
+        else:
+            calls[-1]["function"]["arguments"] += delta.arguments
+    return calls
 
 
 def error_event(error: EpdError) -> bytes:

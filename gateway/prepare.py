@@ -62,7 +62,8 @@ class Preparer:
         pictures = await self._reader.read(sources)
         sizes = [picture.size for picture in pictures]
         context = self.max_context
-        prompt = await self._prompts.build(call.conversation.messages, sizes, context)
+        shown = call.tools.tools if call.tools else ()
+        prompt = await self._prompts.build(call.conversation.messages, sizes, context, shown)
         sampling = self._sampling(call.generation, prompt, context)
         return PlannedRequest(
             request_id=request_id,

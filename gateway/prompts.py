@@ -21,7 +21,7 @@ from functools import partial
 
 from epd.errors import EpdError, ErrorKind
 from epd.lifetime import die_with_parent
-from epd.text.messages import ChatMessage, ImageSize
+from epd.text.messages import ChatMessage, ImageSize, Tool
 from epd.text.prompt import PromptBuilder, PromptPlan
 
 _log = logging.getLogger(__name__)
@@ -55,10 +55,13 @@ def _warm() -> None:
 
 
 def _build_here(
-    messages: Sequence[ChatMessage], sizes: Sequence[ImageSize], max_tokens: int
+    messages: Sequence[ChatMessage],
+    sizes: Sequence[ImageSize],
+    max_tokens: int,
+    tools: Sequence[Tool],
 ) -> PromptPlan | _Failure:
     assert _builder is not None
-    return _build(_builder, messages, sizes, max_tokens)
+    return _build(_builder, messages, sizes, max_tokens, tools)
 
 
 def _build(
@@ -66,9 +69,10 @@ def _build(
     messages: Sequence[ChatMessage],
     sizes: Sequence[ImageSize],
     max_tokens: int,
+    tools: Sequence[Tool],
 ) -> PromptPlan | _Failure:
     try:
-        return builder.build(messages, sizes, max_tokens)
+        return builder.build(messages, sizes, max_tokens, tools)
     except EpdError as error:
         return _Failure(error.kind, error.message, error.param)
 
@@ -95,7 +99,11 @@ class PromptPool:
         await asyncio.gather(*(self._run(self._pool, _warm) for _ in range(self._workers)))
 
     async def build(
-        self, messages: Sequence[ChatMessage], sizes: Sequence[ImageSize], max_tokens: int
+        self,
+        messages: Sequence[ChatMessage],
+        sizes: Sequence[ImageSize],
+        max_tokens: int,
+        tools: Sequence[Tool] = (),
     ) -> PromptPlan:
         """See `PromptBuilder.build`.
 
@@ -103,7 +111,7 @@ class PromptPool:
             EpdError: also STAGE_UNAVAILABLE, if a process of the pool died.
         """
         build = _build_here if self._workers else partial(_build, self._builder)
-        result = await self._run(self._pool, build, messages, sizes, max_tokens)
+        result = await self._run(self._pool, build, messages, sizes, max_tokens, tools)
         if isinstance(result, _Failure):
             raise EpdError(result.kind, result.message, param=result.param)
         assert isinstance(result, PromptPlan)

@@ -159,10 +159,12 @@ class EventStream(Response):
     async def _chunks(self) -> AsyncIterator[bytes]:
         encoder = self._encoder
         yield encoder.first()
-        yield encoder.part(self._first)
+        if chunk := encoder.part(self._first):
+            yield chunk
         try:
             async for part in self._parts:
-                yield encoder.part(part)
+                if chunk := encoder.part(part):  # an empty body would end the answer
+                    yield chunk
         except EpdError as error:
             _log.warning("stream ends with %s: %s", error.kind, error.message)
             yield error_event(error)

@@ -8,7 +8,7 @@ use (top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids) a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -19,6 +19,7 @@ from epd.jobs import SamplingParams
 from gateway.constraints import Constraint, read_constraint
 from gateway.content import Conversation, read_messages
 from gateway.fields import Fields
+from gateway.tools import ToolUse, read_tools
 
 _GREEDY_BELOW = 1e-5
 """A temperature under this would overflow half precision: it means greedy."""
@@ -28,9 +29,6 @@ _MANY_TOKENS = (1 << 31) - 1
 # Known, not served: the values listed change nothing and pass.
 _NOT_SERVED: dict[str, Sequence[Any]] = {
     "best_of": (1,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "structured_outputs": (),
@@ -91,6 +89,8 @@ class ChatCall:
     stream: bool = False
     include_usage: bool = False
     timeline: bool = False
+    tools: ToolUse | None = None
+    """The model may call these, and its output is searched for calls."""
 
 
 def parse_body(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCall:
@@ -107,6 +107,9 @@ def parse_body(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCall:
     model = fields.required_string("model")
     conversation = read_messages(fields.take("messages"), limits)
     generation = read_generation(fields, limits, vocab_size)
+    tools = read_tools(fields, limits)
+    if tools is not None:
+        generation = _with_tools(generation, tools)
     stream = fields.boolean("stream")
     include_usage = _stream_options(fields, stream)
     timeline = fields.boolean("timeline")
@@ -114,7 +117,17 @@ def parse_body(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCall:
     for name in _ACCEPTED:
         fields.take(name)
     fields.done()
-    return ChatCall(model, conversation, generation, stream, include_usage, timeline)
+    return ChatCall(model, conversation, generation, stream, include_usage, timeline, tools)
+
+
+def _with_tools(generation: Generation, tools: ToolUse) -> Generation:
+    if generation.constraint is not None:
+        param = generation.constraint.param
+        raise invalid(f"{param}: can't be used together with tools", param)
+    if tools.constraint is None:
+        return generation
+    sampling = replace(generation.sampling, grammar=tools.constraint.grammar)
+    return replace(generation, sampling=sampling, constraint=tools.constraint)
 
 
 def read_generation(fields: Fields, limits: LimitsConfig, vocab_size: int) -> Generation:

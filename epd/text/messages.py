@@ -27,7 +27,28 @@ class ImageSize:
 
 
 @dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str
+    parameters: str
+    """JSON Schema, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model made."""
+
+    name: str
+    arguments: str
+    """A JSON object, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
     role: str
-    """"system", "user" or "assistant"."""
+    """"system", "user", "assistant", or "tool" (a call's result)."""
     parts: tuple[TextPart | ImagePart, ...]
+    calls: tuple[ToolCall, ...] = ()
+    """Of an assistant."""

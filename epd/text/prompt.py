@@ -12,15 +12,16 @@ the template (templates trim and inspect it), so no sentinel stands in its stead
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
 
 from epd.errors import EpdError, ErrorKind, invalid
-from epd.text.messages import ChatMessage, ImagePart, ImageSize, TextPart
+from epd.text.messages import ChatMessage, ImagePart, ImageSize, TextPart, Tool
 
 if TYPE_CHECKING:
     from epd.models.processor import Processor
@@ -95,6 +96,7 @@ class PromptBuilder:
         self._controls = re.compile("|".join(map(re.escape, controls)))
         self._placeholder = re.compile(re.escape(image_token))
         self._listed = self._takes_lists()
+        self.takes_tools = self._shows_tools()
         self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def build(
@@ -102,6 +104,7 @@ class PromptBuilder:
         messages: Sequence[ChatMessage],
         sizes: Sequence[ImageSize],
         max_tokens: int | None = None,
+        tools: Sequence[Tool] = (),
     ) -> PromptPlan:
         """Ids and rows of a prompt. `max_tokens` lets hopeless lengths fail early.
 
@@ -109,13 +112,17 @@ class PromptBuilder:
             EpdError: the template refuses the conversation or leaves an image out
                 (named), or the text can't fit `max_tokens`.
         """
-        texts = [part.text for m in messages for part in m.parts if isinstance(part, TextPart)]
+        self._check_tools(messages, tools)
+        texts = [
+            *_texts(messages),
+            *(text for t in tools for text in (t.description, t.parameters)),
+        ]
         if max_tokens is not None:
             self._check_length(texts, max_tokens)
         marks = _Marks.unused_in([*texts, self._template])
-        rendered = self._render(messages, marks)
+        rendered = self._render(messages, marks, tools)
         if self._count_placeholders(rendered, marks) != len(sizes):
-            raise self._left_out(messages, marks)
+            raise self._left_out(messages, marks, tools)
         plans = [self._planned(size, len(sizes)) for size in sizes]
         ids = self._tokenise(rendered, marks, [plan.replacement for plan in plans])
         rows = sum(plan.rows for plan in plans)
@@ -143,11 +150,12 @@ class PromptBuilder:
 
     # --- rendering -----------------------------------------------------------------
 
-    def _render(self, messages: Sequence[ChatMessage], marks: _Marks) -> str:
+    def _render(self, messages: Sequence[ChatMessage], marks: _Marks, tools: Sequence[Tool]) -> str:
         conversation = [self._templated(message, marks) for message in messages]
+        shown = {"tools": [self._shown(tool, marks) for tool in tools]} if tools else {}
         try:
             text: str = self._hf.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True
+                conversation, tokenize=False, add_generation_prompt=True, **shown
             )
         except (TemplateError, TypeError, KeyError) as error:
             reason = f"the chat template refuses this conversation: {error}"
@@ -160,7 +168,7 @@ class PromptBuilder:
                 self._image_token if isinstance(part, ImagePart) else self._mark(part.text, marks)
                 for part in message.parts
             )
-            return {"role": message.role, "content": joined}
+            return {"role": message.role, "content": joined, **self._calls(message, marks)}
         content = [
             {"type": "image"}
             if isinstance(part, ImagePart)
@@ -168,7 +176,65 @@ class PromptBuilder:
             for part in message.parts
         ]
         # Templates look at content[0]: an empty turn is an empty text.
-        return {"role": message.role, "content": content or [{"type": "text", "text": ""}]}
+        content = content or [{"type": "text", "text": ""}]
+        return {"role": message.role, "content": content, **self._calls(message, marks)}
+
+    def _calls(self, message: ChatMessage, marks: _Marks) -> dict[str, Any]:
+        if not message.calls:
+            return {}
+        calls = [
+            {
+                "type": "function",
+                "function": {
+                    "name": self._mark(call.name, marks),
+                    "arguments": self._mark_json(json.loads(call.arguments), marks),
+                },
+            }
+            for call in message.calls
+        ]
+        return {"tool_calls": calls}
+
+    def _shown(self, tool: Tool, marks: _Marks) -> dict[str, Any]:
+        function = {
+            "name": tool.name,
+            "description": self._mark(tool.description, marks),
+            "parameters": self._mark_json(json.loads(tool.parameters), marks),
+        }
+        return {"type": "function", "function": function}
+
+    def _mark_json(self, value: Any, marks: _Marks) -> Any:
+        if isinstance(value, str):
+            return self._mark(value, marks)
+        if isinstance(value, list):
+            return [self._mark_json(item, marks) for item in value]
+        if isinstance(value, dict):
+            return {self._mark(k, marks): self._mark_json(v, marks) for k, v in value.items()}
+        return value
+
+    # --- tools -----------------------------------------------------------------------
+
+    def _check_tools(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> None:
+        if self.takes_tools:
+            return
+        reason = "this model's chat template takes no tools"
+        if tools:
+            raise invalid(reason, "tools")
+        for i, message in enumerate(messages):
+            if message.calls:
+                raise invalid(reason, f"messages[{i}].tool_calls")
+            if message.role == "tool":
+                raise invalid(reason, f"messages[{i}].role")
+
+    def _shows_tools(self) -> bool:
+        """Whether the template shows tools and wants calls in the form that we parse."""
+        if "<tool_call>" not in self._template:
+            return False
+        user = ChatMessage("user", (TextPart("a"),))
+        marks = _Marks.unused_in([self._template])
+        try:
+            return _PROBE in self._render([user], marks, [Tool(_PROBE, "", "{}")])
+        except EpdError:
+            return False
 
     def _mark(self, text: str, marks: _Marks) -> str:
         normalizer = self._tokenizer.backend_tokenizer.normalizer
@@ -200,15 +266,17 @@ class PromptBuilder:
         pieces = marks.split(rendered)
         return sum(len(self._placeholder.findall(text)) for text, plain in pieces if not plain)
 
-    def _left_out(self, messages: Sequence[ChatMessage], marks: _Marks) -> EpdError:
+    def _left_out(
+        self, messages: Sequence[ChatMessage], marks: _Marks, tools: Sequence[Tool]
+    ) -> EpdError:
         """Name the first image that the template doesn't show where it stands."""
-        whole = self._count_placeholders(self._render(messages, marks), marks)
+        whole = self._count_placeholders(self._render(messages, marks, tools), marks)
         for i, message in enumerate(messages):
             for j, part in enumerate(message.parts):
                 if not isinstance(part, ImagePart):
                     continue
-                fewer = ChatMessage(message.role, (*message.parts[:j], *message.parts[j + 1 :]))
-                without = self._render([*messages[:i], fewer, *messages[i + 1 :]], marks)
+                fewer = replace(message, parts=(*message.parts[:j], *message.parts[j + 1 :]))
+                without = self._render([*messages[:i], fewer, *messages[i + 1 :]], marks, tools)
                 if self._count_placeholders(without, marks) != whole - 1:
                     reason = f"this model takes no image in a {message.role} message"
                     return invalid(reason, f"messages[{i}].content[{j}]")
@@ -247,6 +315,19 @@ class PromptBuilder:
         framed: list[int] = self._tokenizer("a", add_special_tokens=True).input_ids
         start = next(at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
         return framed[:start], framed[start + len(bare) :]
+
+
+def _texts(messages: Sequence[ChatMessage]) -> Iterable[str]:
+    """Everything that users wrote."""
+    for message in messages:
+        for part in message.parts:
+            if isinstance(part, TextPart):
+                yield part.text
+        for call in message.calls:
+            yield call.name
+            # As it is in the JSON and as the template will see it.
+            yield call.arguments
+            yield json.dumps(json.loads(call.arguments), ensure_ascii=False)
 
 
 def _plain_ids(backend: Any, text: str) -> list[int]:

@@ -93,7 +93,7 @@ def test_what_is_not_served_is_refused_by_name(name: str) -> None:
     [
         ({"n": 0}, "n"),
         ({"n": True}, "n"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"something_new": 1}, "something_new"),
         ({"model": 5}, "model"),
@@ -260,7 +260,12 @@ def test_strings_are_strings() -> None:
         ([user([])], "messages"),
         ([{"role": "system", "content": "a"}], "messages"),
         ([{"content": "a"}], "messages[0].role"),
-        ([{"role": "tool", "content": "a"}], "messages[0].role"),
+        ([{"role": "tool", "content": "a"}], "messages[0].tool_call_id"),
+        (
+            [user("a"), {"role": "tool", "tool_call_id": "x", "content": "a"}],
+            "messages[1].tool_call_id",
+        ),
+        ([{"role": "function", "content": "a"}], "messages[0].role"),
         ([{"role": 5, "content": "a"}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([user(None)], "messages[0].content"),
