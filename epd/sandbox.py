@@ -99,17 +99,14 @@ class Sandbox:
         """
         loop = asyncio.get_running_loop()
         warm = [loop.run_in_executor(self._threads, self._warm) for _ in self._workers]
-        try:
-            await asyncio.gather(*warm)
-        except WorkerDied as error:
-            raise EpdError(ErrorKind.INTERNAL, "a sandbox process died at its start") from error
+        await asyncio.gather(*warm)
 
     async def run(self, head: Mapping[str, Any], body: bytes) -> Reply:
         """One request, in its turn.
 
         Raises:
-            EpdError: from the work.
-            WorkerDied: time or memory ran out, or the process crashed.
+            EpdError: from the work; STAGE_UNAVAILABLE, no worker can be started.
+            WorkerDied: time or memory ran out, or two workers crashed of it.
             RuntimeError: the work raised something else.
         """
         loop = asyncio.get_running_loop()
@@ -135,15 +132,30 @@ class Sandbox:
             self._idle.put(worker)
 
     def _run(self, head: Mapping[str, Any], body: bytes) -> Reply:
-        worker = self._idle.get()
         try:
-            reply = worker.exchange(head, body, self._limits.cpu_s)
-        finally:
-            self._idle.put(worker)
+            reply = self._exchange(head, body)
+        except WorkerDied as died:
+            if died.timed_out:
+                raise
+            # Killed from outside, perhaps: by the kernel for memory, or with its zygote.
+            # What kills a second worker did it itself.
+            reply = self._exchange(head, body)
         _raise_error(reply.head)
         if "fault" in reply.head:
             raise RuntimeError(reply.head["fault"])
         return reply
+
+    def _exchange(self, head: Mapping[str, Any], body: bytes) -> Reply:
+        worker = self._idle.get()
+        try:
+            return worker.exchange(head, body, self._limits.cpu_s)
+        finally:
+            self._idle.put(worker)
+
+
+def _unavailable() -> EpdError:
+    reason = "a sandbox process could not be started; try again"
+    return EpdError(ErrorKind.STAGE_UNAVAILABLE, reason, retry_after_s=1.0)
 
 
 def _raise_error(head: Mapping[str, Any]) -> None:
@@ -227,12 +239,11 @@ class _Zygote:
         """(channel to a new worker, pidfd of it).
 
         Raises:
-            EpdError: the work can't be loaded.
-            WorkerDied: there can't be one for another reason.
+            EpdError: the work can't be loaded; STAGE_UNAVAILABLE for other reasons.
         """
         with self._lock:
             if self._closed:
-                raise WorkerDied(False)
+                raise _unavailable()
             if self._process.poll() is not None:
                 self._control.close()
                 self._process, self._control = self._launch()
@@ -240,7 +251,7 @@ class _Zygote:
                 self._until_loaded()
                 return self._fork()
             except (OSError, EOFError) as error:
-                raise WorkerDied(isinstance(error, TimeoutError)) from error
+                raise _unavailable() from error
 
     def _until_loaded(self) -> None:
         if not self._loaded:

@@ -54,10 +54,11 @@ _EDIT = st.tuples(st.sampled_from(["put", "insert", "cut", "repeat", "drop"]), _
 
 @st.composite
 def files(draw: st.DrawFn) -> bytes:
-    """A picture file after a few edits, mostly near its beginning, where headers are."""
+    """A picture file after a few edits: near its beginning, where headers are, or anywhere."""
     data = draw(st.sampled_from(FILES))
-    for kind, place, new in draw(st.lists(_EDIT, min_size=1, max_size=6)):
-        at = int(place * place * len(data))
+    in_front = draw(st.booleans())
+    for kind, place, new in draw(st.lists(_EDIT, min_size=1, max_size=4)):
+        at = int(place * (place if in_front else 1) * len(data))
         if kind == "put":
             data = data[:at] + new + data[at + len(new) :]
         elif kind == "insert":

@@ -28,6 +28,9 @@ def load(greeting: str) -> Work:
                 pass
         if action == "sleep":
             time.sleep(3600)
+        if action == "nap":
+            time.sleep(0.5)
+            return {"pid": os.getpid()}, ()
         if action == "crash":
             ctypes.string_at(0)
         if action == "exit":
