@@ -18,11 +18,16 @@ PROCESSOR_CLASS = "PaddleOCRVLProcessor"
 def save_checkpoint(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Weights in bfloat16, tokenizer, chat template, processor."""
     folder.mkdir(parents=True, exist_ok=True)
-    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
+    model = copy.deepcopy(model).to(torch.bfloat16)
+    for part in (model.config.text_config, model.config.vision_config):
+        part.dtype = None  # else a part keeps the float32 of training, against the whole
+    model.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
+    for key in ("is_local", "local_files_only"):  # how it was loaded, not what it is
+        config.pop(key, None)
     config["tokenizer_class"] = "PreTrainedTokenizerFast"  # a name that transformers 4 knows too
     _write(path, config)
     _write(folder / "preprocessor_config.json", _image_processor_config())

