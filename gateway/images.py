@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from epd.config import Config
@@ -48,6 +48,14 @@ class Picture:
     digest: bytes
 
 
+@dataclass(slots=True)
+class _Fetches:
+    """URLs of one request; one that it names twice is one fetch, and one picture."""
+
+    tasks: dict[str, asyncio.Task[bytes]] = field(default_factory=dict)
+    nbytes: int = 0
+
+
 class PictureReader:
     """Turns what clients send as images into files; knows no prompt."""
 
@@ -69,23 +77,30 @@ class PictureReader:
         Raises:
             EpdError: one of them can't be had or used; `param` names it.
         """
-        fetches: dict[str, asyncio.Task[bytes]] = {}
+        fetches = _Fetches()
         tasks = [asyncio.create_task(self._one(s, len(sources), fetches)) for s in sources]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
-            for task in (*tasks, *fetches.values()):
+            for task in (*tasks, *fetches.tasks.values()):
                 task.cancel()
 
-    async def _one(
-        self, source: ImageSource, images: int, fetches: dict[str, asyncio.Task[bytes]]
-    ) -> Picture:
-        """`fetches` makes a URL that a request names twice one fetch, and one picture."""
+    async def _fetch(self, url: str, param: str, fetches: _Fetches) -> bytes:
+        data = await self._fetcher.fetch(url, param)
+        fetches.nbytes += len(data)
+        most = self._config.limits.max_body_bytes
+        if fetches.nbytes > most:  # by a small request; sent along, they would be refused too
+            reason = f"the request's images have more than {most} bytes together"
+            raise EpdError(ErrorKind.IMAGE_TOO_LARGE, reason, param=param)
+        return data
+
+    async def _one(self, source: ImageSource, images: int, fetches: _Fetches) -> Picture:
         url = source.value
         if isinstance(url, str) and is_web_url(url):
-            if url not in fetches:
-                fetches[url] = asyncio.create_task(self._fetcher.fetch(url, source.param))
-            source = replace(source, value=await fetches[url])
+            if url not in fetches.tasks:
+                fetch = self._fetch(url, source.param, fetches)
+                fetches.tasks[url] = asyncio.create_task(fetch)
+            source = replace(source, value=await fetches.tasks[url])
         loop = asyncio.get_running_loop()
         data = await loop.run_in_executor(self._threads, self._file, source)
         header = await self._headers.read(data, source.param)

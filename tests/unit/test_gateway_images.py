@@ -1,0 +1,104 @@
+"""Pictures of one request: order, sharing of fetches, limits, and the first fault ends all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from epd.config import Config, FetchConfig, LimitsConfig
+from epd.errors import EpdError, ErrorKind
+from gateway.content import ImageSource
+from gateway.images import PictureReader, Served
+from tests.unit.pictures import encoded, noise
+
+FILES = [encoded(noise(20 + n, 30, n)) for n in range(4)]
+LIMITS = LimitsConfig(max_body_bytes=3 * len(FILES[3]), low_detail_pixels=300)
+
+
+class Web:
+    """Stands in for the fetcher: answers by URL, remembers who asked and who left."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.left: list[str] = []
+
+    async def fetch(self, url: str, param: str) -> bytes:
+        self.asked.append(url)
+        try:
+            if url.endswith("slow"):
+                await asyncio.sleep(60)
+            if url.endswith("bad"):
+                raise EpdError(ErrorKind.INVALID_IMAGE_URL, "status 404", param=param)
+        except asyncio.CancelledError:
+            self.left.append(url)
+            raise
+        return FILES[int(url[-1])]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.fixture
+async def reader(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[PictureReader, Web]]:
+    web = Web()
+    monkeypatch.setattr("gateway.images.Fetcher", lambda config: web)
+    spec: Any = SimpleNamespace(fingerprint="f")
+    served = Served(spec, b"processor", lambda images: min(images, 2))
+    config = Config(limits=LIMITS, fetch=FetchConfig(mode="public"))
+    reader = PictureReader(served, config)
+    yield reader, web
+    reader.close()
+
+
+def sources(*values: str | bytes, **more: bool) -> list[ImageSource]:
+    return [ImageSource(value, f"image {n}", **more) for n, value in enumerate(values)]
+
+
+async def test_pictures_keep_their_order(reader: tuple[PictureReader, Web]) -> None:
+    pictures = await reader[0].read(sources(FILES[0], "http://a/1", FILES[2]))
+    assert [picture.data for picture in pictures] == FILES[:3]
+    assert [picture.size.width for picture in pictures] == [20, 21, 22]
+    assert [picture.size.param for picture in pictures] == ["image 0", "image 1", "image 2"]
+
+
+async def test_a_url_named_twice_is_fetched_once(reader: tuple[PictureReader, Web]) -> None:
+    first, second, other = await reader[0].read(sources("http://a/1", "http://a/1", "http://b/1"))
+    assert first.data == second.data == other.data
+    assert first.digest == second.digest == other.digest, "a URL is no part of an identity"
+    assert reader[1].asked == ["http://a/1", "http://b/1"]
+    await reader[0].read(sources("http://a/1"))
+    assert len(reader[1].asked) == 3
+
+
+async def test_the_first_fault_ends_the_others(reader: tuple[PictureReader, Web]) -> None:
+    with pytest.raises(EpdError, match="404") as caught:
+        await reader[0].read(sources("http://a/slow", FILES[0], "http://a/bad"))
+    assert caught.value.param == "image 2"
+    await asyncio.sleep(0)
+    assert reader[1].left == ["http://a/slow"]
+
+
+async def test_a_small_request_can_not_fetch_without_end(
+    reader: tuple[PictureReader, Web],
+) -> None:
+    await reader[0].read(sources("http://a/3", "http://b/3", "http://a/3"))
+    with pytest.raises(EpdError) as caught:
+        await reader[0].read(sources(*(f"http://{n}/3" for n in range(4))))
+    assert caught.value.kind is ErrorKind.IMAGE_TOO_LARGE
+    assert "together" in caught.value.message
+
+
+async def test_low_detail_is_another_identity(reader: tuple[PictureReader, Web]) -> None:
+    (whole,) = await reader[0].read(sources(FILES[0]))
+    (low,) = await reader[0].read(sources(FILES[0], low_detail=True))
+    assert (whole.max_pixels, low.max_pixels) == (0, 300)
+    assert low.size.width * low.size.height <= 300 < whole.size.width * whole.size.height
+    assert low.digest != whole.digest
+    tiny = encoded(noise(10, 10))
+    (small,) = await reader[0].read(sources(tiny))
+    (same,) = await reader[0].read(sources(tiny, low_detail=True))
+    assert small == same, "what is small already is not another picture"
