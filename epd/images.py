@@ -120,10 +120,11 @@ def reduced_size(width: int, height: int, max_pixels: int) -> tuple[int, int]:
     """The largest size of about the same shape with at most `max_pixels`; never larger."""
     if width * height <= max_pixels:
         return width, height
-    short, long = sorted((width, height))
+    shorter, longer = sorted((width, height))
     # The short side up, the long side down: the shape never gets more extreme.
-    short = min(math.ceil(short * math.sqrt(max_pixels / (width * height))), max_pixels)
-    long = max_pixels // short
+    exact = shorter * math.sqrt(max_pixels / (width * height))
+    short = min(math.ceil(exact), math.isqrt(max_pixels))
+    long = min(max_pixels // short, short * longer // shorter)
     return (short, long) if width < height else (long, short)
 
 

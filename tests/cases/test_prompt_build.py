@@ -270,6 +270,24 @@ def prefill_answer(cluster: Cluster, job: prefill_pb2.PrefillJob) -> grpc.Status
         return str(first)
 
 
+def test_img_05_both_apis_judge_a_file_alike(
+    cluster: Cluster, api: gateway_pb2_grpc.GatewayStub
+) -> None:
+    whole = file(noise(64, 64), "JPEG")
+    files = [file(quad(), name) for name in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
+    files += [b"", b"Hello World", whole[:-99], whole[:200], b"GIF89a", b"%PDF-1.7"]
+    for data in files:
+        http = said(cluster, data, text("?"))
+        if http.status == 200:
+            accepted = chat_over_grpc(api, data, "?")
+            assert accepted.prompt_tokens == prompt_tokens(http)
+            continue
+        with pytest.raises(grpc.RpcError) as caught:
+            chat_over_grpc(api, data, "?")
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.details() == http.error["message"]
+
+
 def test_detail_low_over_grpc(cluster: Cluster, api: gateway_pb2_grpc.GatewayStub) -> None:
     """The same words and scores as over HTTP."""
     picture = file(noise(1200, 800))
