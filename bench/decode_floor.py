@@ -38,7 +38,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from epd.kv.pool import KvPool
 from epd.models.encoder import VisionEncoder
 from epd.models.kernels import build
-from epd.models.kernels.linear import LinearKernel, huge_pages
+from epd.models.kernels.linear import LinearKernel
+from epd.models.kernels.memory import huge_pages
 from epd.models.lm import ForwardBatch, LanguageModel, SequenceSlice
 from epd.models.processor import Processor
 

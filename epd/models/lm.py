@@ -34,6 +34,7 @@ from epd.models.kernels.attention import AttentionKernel
 from epd.models.kernels.build import Library
 from epd.models.kernels.layer import fuse_layers
 from epd.models.kernels.linear import LinearKernel, pack_linears
+from epd.models.kernels.memory import keep_freed_memory
 from epd.models.spec import ModelSpec
 
 __all__ = ["ForwardBatch", "LanguageModel", "SequenceSlice"]
@@ -112,6 +113,7 @@ class LanguageModel:
             EpdError: the checkpoint can't be served; the message says why.
         """
         torch.set_num_threads(threads)
+        keep_freed_memory()
         spec = read_spec(path, dtype)
         model = load_part(path, "lm", spec.dtype, attn=attention.NAME)
         place = torch.device(device)

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from epd.models.kernels import build
-from epd.models.kernels.linear import LinearKernel, PackedLinear, huge_pages, pack_linears
+from epd.models.kernels.linear import LinearKernel, PackedLinear, pack_linears
+from epd.models.kernels.memory import huge_pages
 
 SHAPES = [(64, 128), (896, 96), (33, 7), (1, 1), (50, 33), (256, 31)]
 

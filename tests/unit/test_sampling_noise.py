@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from epd.sampling.noise import exponential_noise, noise_key
+from epd.sampling.noise import exponential_noise, noise_key, race
 
 
 def test_known_values() -> None:
@@ -67,3 +69,20 @@ def test_noise_is_exponential_along_each_part(along: str) -> None:
     assert distance < 1.95 / np.sqrt(n)  # 0.1 % significance
     correlation = np.corrcoef(noise[:-1], noise[1:])[0, 1]
     assert abs(correlation) < 4 / np.sqrt(n)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    key=st.integers(0, 2**64 - 1),
+    seed=st.integers(0, 2**32 - 1),
+    size=st.integers(1, 3000),
+    spread=st.sampled_from([0.0, 0.1, 3.0, 30.0]),
+)
+def test_the_race_is_won_as_if_all_noise_were_known(
+    key: int, seed: int, size: int, spread: float
+) -> None:
+    random = np.random.default_rng(seed)
+    ids = np.sort(random.choice(200_000, size, replace=False))
+    weights = np.exp(random.normal(size=size) * spread - 50)
+    ratios = weights / exponential_noise(key, ids)
+    assert race(key, ids, weights) == ratios.argmax()

@@ -8,8 +8,6 @@ Shapes: m rows, n outputs, k inputs.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import Any, Final
 
@@ -17,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from epd.models.kernels.build import Library
+from epd.models.kernels.memory import give_back, huge_pages
 
-_HUGE: Final = 2 << 20
 _ALIGN: Final = 64
 
 
@@ -101,7 +99,7 @@ def pack_linears(model: nn.Module, kernel: LinearKernel) -> Tensor:
         linear.forward = PackedLinear(kernel, linear, packed)
         if weight.data_ptr() not in shared:
             linear.weight = nn.Parameter(weight.to("meta"), requires_grad=False)
-            _give_back(weight)
+            give_back(weight)
     return region
 
 
@@ -120,35 +118,3 @@ def _shared_weights(model: nn.Module) -> set[int]:
         for parameter in module.parameters(recurse=False):
             (twice if parameter.data_ptr() in seen else seen).add(parameter.data_ptr())
     return twice
-
-
-def huge_pages(nbytes: int) -> Tensor:
-    """[nbytes] uint8, in 2 MiB pages where the kernel gives them on request.
-
-    A stream over 4 KiB pages is slower: measured, docs/kernels.md.
-    """
-    memory = torch.empty(nbytes + 2 * _HUGE, dtype=torch.uint8)
-    start = -memory.data_ptr() % _HUGE
-    whole = -(-nbytes // _HUGE) * _HUGE
-    _advise(memory.data_ptr() + start, whole, mmap.MADV_HUGEPAGE)
-    return memory[start : start + nbytes]
-
-
-def _give_back(weight: Tensor) -> None:
-    """Let the pages that `weight` alone lies on leave this process's resident memory.
-
-    A checkpoint's file is mapped whole, so they stay mapped as long as any part of it
-    is in use. Nothing reads them any more; those of a file would be read again.
-    """
-    page = mmap.PAGESIZE
-    first = -(-weight.data_ptr() // page) * page
-    last = (weight.data_ptr() + weight.numel() * weight.element_size()) // page * page
-    if last > first:
-        _advise(first, last - first, mmap.MADV_DONTNEED)
-
-
-def _advise(address: int, nbytes: int, advice: int) -> None:
-    """Advice only: where the system doesn't take it, nothing is wrong."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = [c_void_p, ctypes.c_size_t, c_int]
-    libc.madvise(address, nbytes, advice)
