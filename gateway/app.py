@@ -6,7 +6,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import orjson
@@ -16,13 +17,24 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from epd import __version__
+from epd.config import LimitsConfig
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from epd.obs import logs, metrics
 from gateway.chat import STAGE, Answer, ChatService, Part, new_request_id
+from gateway.completions import CompletionEncoder, parse_completion
 from gateway.openai import Encoder
-from gateway.responses import ClientGone, EventStream, read_body, unless_gone
-from gateway.schema import parse_body
+from gateway.openapi import OPENAPI
+from gateway.responses import (
+    AnswerEncoder,
+    ClientGone,
+    EventStream,
+    read_body,
+    unless_gone,
+)
+from gateway.schema import ChatCall, parse_body
+from gateway.tokens import detokenize, tokenize
 
 _log = logging.getLogger(__name__)
 _MAX_CLIENT_ID = 128
@@ -39,7 +51,30 @@ def build_app(service: ChatService, vocab_size: int, fingerprint: str) -> FastAP
         request_id = new_request_id()
         request.state.request_id = request_id
         with logs.bind(request_id):
-            return await _chat(request, request_id, service, vocab_size)
+            return await _answer(request, request_id, service, partial(_chat, vocab_size))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        request_id = new_request_id("cmpl")
+        request.state.request_id = request_id
+        with logs.bind(request_id):
+            return await _answer(request, request_id, service, partial(_completion, vocab_size))
+
+    @app.post("/tokenize")
+    async def tokenize_route(request: Request) -> Response:
+        return _json(await tokenize(service, await _body(request, service), vocab_size))
+
+    @app.post("/detokenize")
+    async def detokenize_route(request: Request) -> Response:
+        return _json(detokenize(service, await _body(request, service), vocab_size))
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": __version__})
+
+    @app.get("/openapi.json")
+    async def openapi_document() -> Response:
+        return Response(OPENAPI, media_type="application/json")
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -103,19 +138,37 @@ def counts(service: ChatService) -> dict[str, int]:
     }
 
 
-async def _chat(
-    request: Request, request_id: str, service: ChatService, vocab_size: int
-) -> Response:
+Form = Callable[[bytes, LimitsConfig], tuple[ChatCall, type[Encoder | CompletionEncoder]]]
+"""Checks a body; says how to encode the answer."""
+
+
+def _chat(vocab_size: int, body: bytes, limits: LimitsConfig) -> tuple[ChatCall, type[Encoder]]:
+    return parse_body(body, limits, vocab_size), Encoder
+
+
+def _completion(
+    vocab_size: int, body: bytes, limits: LimitsConfig
+) -> tuple[ChatCall, type[CompletionEncoder]]:
+    return parse_completion(body, limits, vocab_size), CompletionEncoder
+
+
+async def _body(request: Request, service: ChatService) -> bytes:
+    limits = service.config.limits
+    with service.receiving():
+        return await read_body(request, limits.max_body_bytes, limits.request_deadline_s)
+
+
+async def _answer(request: Request, request_id: str, service: ChatService, form: Form) -> Response:
     limits = service.config.limits
     with service.receiving():
         body = await read_body(request, limits.max_body_bytes, limits.request_deadline_s)
-        call = parse_body(body, limits, vocab_size)
+        call, encoding = form(body, limits)
         del body
     if client_id := request.headers.get("x-request-id", ""):
         shown = "".join(filter(str.isprintable, client_id[:_MAX_CLIENT_ID]))
         _log.info("client calls this request %s", shown)
     answer = await unless_gone(request.receive, service.open(call, request_id))
-    encoder = Encoder(answer, service.model, service.vocabulary)
+    encoder = encoding(answer, service.model, service.vocabulary)
     headers = {"x-request-id": request_id}
     if call.stream:
         parts = answer.parts()
@@ -137,7 +190,7 @@ async def _first(parts: AsyncIterator[Part]) -> Part:
     return await anext(parts)
 
 
-async def _whole(answer: Answer, encoder: Encoder) -> bytes:
+async def _whole(answer: Answer, encoder: AnswerEncoder) -> bytes:
     parts = [part async for part in answer.parts()]
     return encoder.whole(parts)
 

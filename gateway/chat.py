@@ -38,8 +38,8 @@ class Usage:
     cached: int
 
 
-def new_request_id() -> str:
-    return f"chatcmpl-{secrets.token_hex(12)}"
+def new_request_id(prefix: str = "chatcmpl") -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"
 
 
 class ChatService:

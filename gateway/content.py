@@ -121,7 +121,7 @@ def _content(
     if content is None and optional:
         return ()
     if isinstance(content, str):
-        _check_text(content, where)
+        check_text(content, where)
         return (TextPart(content),)
     if not isinstance(content, list):
         what = "is missing" if content is None else f"is {kind_of(content)}"
@@ -147,7 +147,7 @@ def _tool_call(value: Any, path: str, known: set[str]) -> ToolCall:
     name = inner.required_string("name")
     arguments = inner.required_string("arguments") or "{}"
     inner.done()
-    _check_text(name, inner.param("name"))
+    check_text(name, inner.param("name"))
     try:
         parsed = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError as error:
@@ -163,7 +163,7 @@ def _part(value: Any, path: str, images: list[ImageSource]) -> TextPart | ImageP
     fields.refuse(_PART_NOT_SERVED, "is not supported")
     if kind == "text":
         text = fields.required_string("text")
-        _check_text(text, f"{path}.text")
+        check_text(text, f"{path}.text")
         fields.done()
         return TextPart(text)
     if kind == "image_url":
@@ -192,7 +192,7 @@ def _image_url(fields: Fields, path: str) -> ImageSource:
     return ImageSource(url, f"{path}.image_url.url", low_detail=detail == "low")
 
 
-def _check_text(text: str, where: str) -> None:
+def check_text(text: str, where: str) -> None:
     """A lone surrogate can't be encoded, so it can't be tokenised."""
     try:
         text.encode()

@@ -62,7 +62,7 @@ class Encoder:
         if not answer.call.include_usage:
             return DONE
         body = {**self._chunk_head(), "choices": [], "usage": usage_json(answer.usage)}
-        return _event(body) + DONE
+        return event(body) + DONE
 
     def whole(self, parts: Sequence[Part]) -> bytes:
         """The body of an answer that is not streamed."""
@@ -110,7 +110,7 @@ class Encoder:
         body = {**self._chunk_head(), "choices": [choice], **(extra or {})}
         if self._answer.call.include_usage:
             body["usage"] = None
-        return _event(body)
+        return event(body)
 
     def _token_logprobs(self, tokens: Sequence[TextToken]) -> dict[str, Any]:
         return {"content": [self._token_logprob(token) for token in tokens], "refusal": None}
@@ -131,7 +131,7 @@ class Encoder:
         )
         return {
             "token": shown.decode(errors="replace"),
-            "logprob": _finite(logprob),
+            "logprob": finite(logprob),
             "bytes": list(raw),
         }
 
@@ -160,7 +160,7 @@ def _whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
 
 def error_event(error: EpdError) -> bytes:
     """What ends a stream that fails after it began: the error, then the end mark."""
-    return _event(error.openai_body()) + DONE
+    return event(error.openai_body()) + DONE
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
@@ -197,10 +197,11 @@ def timeline_json(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _finite(logprob: float | None) -> float:
+def finite(logprob: float | None) -> float:
     """Never NaN or infinite: JSON has neither."""
     return _FLOOR if logprob is None or not logprob > _FLOOR else logprob
 
 
-def _event(body: dict[str, Any]) -> bytes:
+def event(body: dict[str, Any]) -> bytes:
+    """A server-sent event."""
     return b"data: " + orjson.dumps(body) + b"\n\n"

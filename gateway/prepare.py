@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind, invalid
 from epd.jobs import ImageItem, SamplingParams
 from epd.sampling.grammar import Grammars
+from epd.text.messages import ImageSize
 from epd.text.prompt import PromptPlan
 from gateway.constraints import Constraint
 from gateway.images import Picture, PictureReader, Served
@@ -62,9 +63,9 @@ class Preparer:
         pictures = await self._reader.read(sources)
         sizes = [picture.size for picture in pictures]
         context = self.max_context
-        shown = call.tools.tools if call.tools else ()
-        prompt = await self._prompts.build(call.conversation.messages, sizes, context, shown)
-        sampling = self._sampling(call.generation, prompt, context)
+        prompt = await self._prompt(call, sizes, context)
+        field = "messages" if call.prompt is None else "prompt"
+        sampling = self._sampling(call.generation, prompt, context, field)
         return PlannedRequest(
             request_id=request_id,
             token_ids=prompt.token_ids,
@@ -78,6 +79,16 @@ class Preparer:
             choices=call.generation.choices,
             arrival_ms=arrival_ms,
         )
+
+    async def _prompt(self, call: ChatCall, sizes: Sequence[ImageSize], context: int) -> PromptPlan:
+        if call.prompt is None:
+            shown = call.tools.tools if call.tools else ()
+            return await self._prompts.build(call.conversation.messages, sizes, context, shown)
+        if isinstance(call.prompt, str):
+            return await self._prompts.encode(call.prompt, context)
+        if (image := self._served.spec.image_token_id) in call.prompt:
+            raise invalid(f"prompt: {image} stands for an image, and there is none", "prompt")
+        return PromptPlan(call.prompt, ())
 
     async def _check_grammar(self, constraint: Constraint | None) -> None:
         """Compile it here first, so that its fault has the name of the client's field."""
@@ -100,11 +111,13 @@ class Preparer:
         self._reader.close()
         await self._prompts.close()
 
-    def _sampling(self, asked: Generation, prompt: PromptPlan, context: int) -> SamplingParams:
+    def _sampling(
+        self, asked: Generation, prompt: PromptPlan, context: int, field: str
+    ) -> SamplingParams:
         """Fill in what the client left open, within what fits."""
         used, output = len(prompt.token_ids), asked.max_tokens
         if used + (output or 1) > context:
-            raise _too_long(prompt, output or 1, context)
+            raise _too_long(prompt, output or 1, context, field)
         most_rows = self._limits().max_rows
         if most_rows is not None and prompt.image_tokens > most_rows:
             raise EpdError(
@@ -136,12 +149,12 @@ def _item(index: int, picture: Picture, prompt: PromptPlan, images: int) -> Imag
     )
 
 
-def _too_long(prompt: PromptPlan, output: int, context: int) -> EpdError:
+def _too_long(prompt: PromptPlan, output: int, context: int, field: str) -> EpdError:
     used = len(prompt.token_ids)
     return EpdError(
         ErrorKind.CONTEXT_LENGTH_EXCEEDED,
         f"the context holds {context} tokens, but {used + output} were asked for: "
         f"{used - prompt.image_tokens} of text, {prompt.image_tokens} of images, "
         f"{output} of output",
-        param="messages" if used + 1 > context else "max_tokens",
+        param=field if used + 1 > context else "max_tokens",
     )

@@ -64,6 +64,18 @@ def _build_here(
     return _build(_builder, messages, sizes, max_tokens, tools)
 
 
+def _encode_here(text: str, max_tokens: int) -> PromptPlan | _Failure:
+    assert _builder is not None
+    return _encode(_builder, text, max_tokens)
+
+
+def _encode(builder: PromptBuilder, text: str, max_tokens: int) -> PromptPlan | _Failure:
+    try:
+        return builder.encode(text, max_tokens)
+    except EpdError as error:
+        return _Failure(error.kind, error.message, error.param)
+
+
 def _build(
     builder: PromptBuilder,
     messages: Sequence[ChatMessage],
@@ -111,11 +123,16 @@ class PromptPool:
             EpdError: also STAGE_UNAVAILABLE, if a process of the pool died.
         """
         build = _build_here if self._workers else partial(_build, self._builder)
-        result = await self._run(self._pool, build, messages, sizes, max_tokens, tools)
-        if isinstance(result, _Failure):
-            raise EpdError(result.kind, result.message, param=result.param)
-        assert isinstance(result, PromptPlan)
-        return result
+        return _plan(await self._run(self._pool, build, messages, sizes, max_tokens, tools))
+
+    async def encode(self, text: str, max_tokens: int) -> PromptPlan:
+        """See `PromptBuilder.encode`.
+
+        Raises:
+            EpdError: also STAGE_UNAVAILABLE, if a process of the pool died.
+        """
+        encode = _encode_here if self._workers else partial(_encode, self._builder)
+        return _plan(await self._run(self._pool, encode, text, max_tokens))
 
     async def close(self) -> None:
         """End the processes; one that is stuck in a prompt is not waited for."""
@@ -153,3 +170,10 @@ class PromptPool:
             initializer=_start,
             initargs=(self._path,),
         )
+
+
+def _plan(result: object) -> PromptPlan:
+    if isinstance(result, _Failure):
+        raise EpdError(result.kind, result.message, param=result.param)
+    assert isinstance(result, PromptPlan)
+    return result

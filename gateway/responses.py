@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from epd.errors import EpdError, ErrorKind
 from gateway.chat import Answer, Part
-from gateway.openai import Encoder, error_event
+from gateway.openai import error_event
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -107,6 +107,15 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.wait(tasks)
 
 
+class AnswerEncoder(Protocol):
+    """One of the forms that answers have. Chunks are whole events, or b""."""
+
+    def first(self) -> bytes: ...
+    def part(self, part: Part) -> bytes: ...
+    def last(self) -> bytes: ...
+    def whole(self, parts: Sequence[Part]) -> bytes: ...
+
+
 class EventStream(Response):
     """Server-sent events of one answer that has begun with `first` and goes on with
     `parts`. Ends it when the client goes away.
@@ -121,7 +130,7 @@ class EventStream(Response):
         answer: Answer,
         first: Part,
         parts: AsyncIterator[Part],
-        encoder: Encoder,
+        encoder: AnswerEncoder,
         headers: dict[str, str],
     ) -> None:
         self._answer = answer
@@ -158,7 +167,8 @@ class EventStream(Response):
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         encoder = self._encoder
-        yield encoder.first()
+        if chunk := encoder.first():
+            yield chunk
         if chunk := encoder.part(self._first):
             yield chunk
         try:

@@ -27,7 +27,7 @@ _INT64 = 1 << 63
 _MANY_TOKENS = (1 << 31) - 1
 
 # Known, not served: the values listed change nothing and pass.
-_NOT_SERVED: dict[str, Sequence[Any]] = {
+NOT_SERVED: dict[str, Sequence[Any]] = {
     "best_of": (1,),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -62,7 +62,7 @@ _NOT_SERVED: dict[str, Sequence[Any]] = {
     "priority": (0,),
 }
 # Identify the caller, change no answer.
-_ACCEPTED = ("user", "metadata", "safety_identifier")
+ACCEPTED = ("user", "metadata", "safety_identifier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,8 @@ class ChatCall:
     timeline: bool = False
     tools: ToolUse | None = None
     """The model may call these, and its output is searched for calls."""
+    prompt: str | tuple[int, ...] | None = None
+    """Instead of a conversation: a text or ids, as they are."""
 
 
 def parse_body(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCall:
@@ -99,22 +101,17 @@ def parse_body(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCall:
     Raises:
         EpdError: INVALID_REQUEST naming the field (`param`) as the client wrote it.
     """
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise invalid(f"the body is no JSON: {error}") from error
-    fields = Fields(value, "")
+    fields = Fields(load_json(body), "")
     model = fields.required_string("model")
     conversation = read_messages(fields.take("messages"), limits)
     generation = read_generation(fields, limits, vocab_size)
     tools = read_tools(fields, limits)
     if tools is not None:
         generation = _with_tools(generation, tools)
-    stream = fields.boolean("stream")
-    include_usage = _stream_options(fields, stream)
+    stream, include_usage = read_streaming(fields)
     timeline = fields.boolean("timeline")
-    fields.refuse(_NOT_SERVED, "is not supported")
-    for name in _ACCEPTED:
+    fields.refuse(NOT_SERVED, "is not supported")
+    for name in ACCEPTED:
         fields.take(name)
     fields.done()
     return ChatCall(model, conversation, generation, stream, include_usage, timeline, tools)
@@ -128,6 +125,20 @@ def _with_tools(generation: Generation, tools: ToolUse) -> Generation:
         return generation
     sampling = replace(generation.sampling, grammar=tools.constraint.grammar)
     return replace(generation, sampling=sampling, constraint=tools.constraint)
+
+
+def load_json(body: bytes) -> Any:
+    """Raises EpdError for what is no JSON (NaN and Infinity are none)."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise invalid(f"the body is no JSON: {error}") from error
+
+
+def read_streaming(fields: Fields) -> tuple[bool, bool]:
+    """Whether to stream, and whether to end the stream with the usage."""
+    stream = fields.boolean("stream")
+    return stream, _stream_options(fields, stream)
 
 
 def read_generation(fields: Fields, limits: LimitsConfig, vocab_size: int) -> Generation:

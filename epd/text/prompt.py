@@ -132,6 +132,18 @@ class PromptBuilder:
             raise invalid("the prompt is empty", "messages")
         return PromptPlan(tuple(ids), tuple(ItemRows(p.rows, tuple(p.grid)) for p in plans))
 
+    def encode(self, text: str, max_tokens: int | None = None) -> PromptPlan:
+        """Ids of a text as it is, with what the tokenizer itself puts around a text. What
+        looks like a control token in it is text.
+
+        Raises:
+            EpdError: it can't fit `max_tokens`.
+        """
+        if max_tokens is not None:
+            self._check_length([text], max_tokens, "prompt")
+        marks = _Marks.unused_in([text])
+        return PromptPlan(tuple(self._tokenise(self._mark(text, marks), marks, [])), ())
+
     def _planned(self, size: ImageSize, images: int) -> PlannedItem:
         try:
             return self._plan(size.width, size.height, images)
@@ -139,13 +151,13 @@ class PromptBuilder:
             error.param = error.param or size.param or None
             raise
 
-    def _check_length(self, texts: Iterable[str], max_tokens: int) -> None:
+    def _check_length(self, texts: Iterable[str], max_tokens: int, param: str = "messages") -> None:
         size = sum(len(text.encode("utf-8", "replace")) for text in texts)
         if size > max_tokens * self._longest_token:
             raise EpdError(
                 ErrorKind.CONTEXT_LENGTH_EXCEEDED,
                 f"the text of {size} bytes can't fit a context of {max_tokens} tokens",
-                param="messages",
+                param=param,
             )
 
     # --- rendering -----------------------------------------------------------------

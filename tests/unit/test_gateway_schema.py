@@ -10,7 +10,7 @@ import pytest
 from epd.config import LimitsConfig
 from epd.errors import EpdError
 from epd.text.messages import ImagePart, TextPart
-from gateway.schema import _NOT_SERVED, ChatCall, parse_body
+from gateway.schema import NOT_SERVED, ChatCall, parse_body
 
 VOCAB = 1000
 LIMITS = LimitsConfig(max_images=3, max_stop_strings=4, max_stop_length=8, max_messages=5)
@@ -64,13 +64,13 @@ OPTIONAL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", [*OPTIONAL, *_NOT_SERVED, "stream_options"])
+@pytest.mark.parametrize("name", [*OPTIONAL, *NOT_SERVED, "stream_options"])
 def test_null_equals_absent(name: str) -> None:
     assert parse(**{name: None}) == parse()
 
 
 def test_all_null_at_once() -> None:
-    assert parse(**dict.fromkeys([*OPTIONAL, *_NOT_SERVED])) == parse()
+    assert parse(**dict.fromkeys([*OPTIONAL, *NOT_SERVED])) == parse()
 
 
 @pytest.mark.parametrize("name", [n for n in OPTIONAL if n not in ("user", "metadata", "n")])
@@ -79,12 +79,12 @@ def test_a_served_field_changes_the_call(name: str) -> None:
         assert parse(**{name: OPTIONAL[name]}) != parse()
 
 
-@pytest.mark.parametrize("name", _NOT_SERVED)
+@pytest.mark.parametrize("name", NOT_SERVED)
 def test_what_is_not_served_is_refused_by_name(name: str) -> None:
     error = refused(**{name: {"some": "thing"}})
     assert error.param == name
     assert name in error.message
-    for harmless in _NOT_SERVED[name]:
+    for harmless in NOT_SERVED[name]:
         assert parse(**{name: harmless}) == parse()
 
 

@@ -1,0 +1,54 @@
+"""POST /tokenize and /detokenize: the gateway's own view; no stage and no cache is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from epd.config import LimitsConfig
+from epd.jobs import SamplingParams
+from gateway.chat import ChatService
+from gateway.completions import read_ids, read_prompt
+from gateway.content import Conversation, read_messages
+from gateway.fields import Fields
+from gateway.schema import ChatCall, Generation, load_json
+from gateway.tools import read_tools
+
+
+async def tokenize(service: ChatService, body: bytes, vocab_size: int) -> dict[str, Any]:
+    """Ids of a prompt, or of messages as the chat template renders them.
+
+    Raises:
+        EpdError: the user's fault, naming the field.
+    """
+    call = _call(body, service.config.limits, vocab_size)
+    request = await service.preparer.plan(call, "tokenize")
+    return {
+        "tokens": list(request.token_ids),
+        "count": len(request.token_ids),
+        "image_tokens": request.image_tokens,
+        "max_model_len": service.preparer.max_context,
+    }
+
+
+def detokenize(service: ChatService, body: bytes, vocab_size: int) -> dict[str, Any]:
+    """The text of ids, control tokens included."""
+    fields = Fields(load_json(body), "")
+    fields.string("model")
+    ids = read_ids(fields, "tokens", fields.take("tokens"), vocab_size)
+    fields.done()
+    return {"prompt": service.tokenizer.decode(list(ids), skip_special_tokens=False)}
+
+
+def _call(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCall:
+    fields = Fields(load_json(body), "")
+    model = fields.string("model") or ""
+    generation = Generation(SamplingParams(), 1, None, ())
+    messages = fields.take("messages")
+    if messages is None:
+        prompt = read_prompt(fields, "prompt", vocab_size)
+        call = ChatCall(model, Conversation((), ()), generation, prompt=prompt)
+    else:
+        conversation, tools = read_messages(messages, limits), read_tools(fields, limits)
+        call = ChatCall(model, conversation, generation, tools=tools)
+    fields.done()
+    return call
