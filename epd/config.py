@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from epd.errors import invalid
 
-_LISTS = frozenset({"gateways", "hosts", "ports"})
+_LISTS = frozenset({"gateways", "hosts", "ports", "api_keys", "cors_origins"})
 """Keys whose value is a comma-separated list in environment and flags."""
 
 
@@ -143,6 +143,20 @@ class GatewayConfig(_Section):
     """Processes that read the headers of picture files."""
     preprocess_workers: int = Field(1, ge=0)
     """Processes that count image tokens; 0: in the gateway's own process."""
+    api_keys: tuple[str, ...] = Field((), repr=False)
+    """Bearer tokens that may call; none: anybody may. Better from a file or the
+    environment than from a flag, which other users of the machine can see."""
+    requests_per_minute: int = Field(0, ge=0)
+    """Of one key; 0: no limit."""
+    concurrent_requests: int = Field(0, ge=0)
+    """Of one key; 0: no limit."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages' origins whose scripts may call; none: no page may."""
+    tls_cert: str = ""
+    """PEM file with the certificates of the public ports (HTTP and gRPC); "": no TLS."""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+    """PEM file: only clients with a certificate from here may connect (mTLS)."""
 
 
 class FetchConfig(_Section):

@@ -12,6 +12,7 @@ from epd.obs import logs
 from epd.rpc import convert
 from epd.text.messages import ChatMessage, ImagePart, TextPart
 from epd.text.output import Piece
+from gateway.access import Access
 from gateway.chat import Answer, ChatService, Part, new_request_id
 from gateway.content import Conversation, ImageSource, conversation
 from gateway.fields import Fields
@@ -43,12 +44,20 @@ _OPTIONAL: tuple[_Option, ...] = get_args(_Option)
 class GatewayService(pb_grpc.GatewayServicer):
     """Same checks, same limits and same answers as over HTTP."""
 
-    def __init__(self, service: ChatService, vocab_size: int, fingerprint: str) -> None:
+    def __init__(
+        self, service: ChatService, vocab_size: int, fingerprint: str, access: Access
+    ) -> None:
+        self._access = access
         self._service = service
         self._vocab_size = vocab_size
         self._fingerprint = fingerprint
 
     async def Chat(self, request: pb.ChatRequest, context: Any) -> AsyncIterator[pb.ChatEvent]:
+        with self._access.admit(_authorization(context)):
+            async for event in self._chat(request, context):
+                yield event
+
+    async def _chat(self, request: pb.ChatRequest, context: Any) -> AsyncIterator[pb.ChatEvent]:
         request_id = new_request_id()
         with logs.bind(request_id):
             call = call_from_proto(request, self._service.config.limits, self._vocab_size)
@@ -67,6 +76,7 @@ class GatewayService(pb_grpc.GatewayServicer):
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Any
     ) -> pb.ListModelsResponse:
+        self._access.identify(_authorization(context))
         model = pb.ModelInfo(
             id=self._service.model,
             max_context=self._service.preparer.max_context,
@@ -74,6 +84,12 @@ class GatewayService(pb_grpc.GatewayServicer):
             input_modalities=["text", "image"],
         )
         return pb.ListModelsResponse(models=[model])
+
+
+def _authorization(context: Any) -> str | None:
+    metadata = dict(context.invocation_metadata() or ())
+    value = metadata.get("authorization")
+    return value if isinstance(value, str) else None
 
 
 def call_from_proto(request: pb.ChatRequest, limits: LimitsConfig, vocab_size: int) -> ChatCall:

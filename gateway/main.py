@@ -14,14 +14,17 @@ from dataclasses import dataclass
 import orjson
 import uvicorn
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
-from epd.config import Config
+from epd.config import Config, GatewayConfig
 from epd.errors import EpdError, ErrorKind, invalid
 from epd.models.processor import Processor
 from epd.models.spec import ModelSpec, read_spec
 from epd.obs import logs
 from epd.rpc.server import Server
 from epd.text.prompt import PromptBuilder
+from gateway import tls
+from gateway.access import Access, AccessControl
 from gateway.app import build_app
 from gateway.chat import STAGE, ChatService
 from gateway.grpc_api import SERVICE, GatewayService
@@ -110,7 +113,17 @@ class Gateway:
             self._pipeline,
             processor.tokenizer.backend_tokenizer,
         )
+        access = Access(config.gateway)
         self.app = build_app(self.service, spec.vocab_size, spec.fingerprint)
+        self.app.add_middleware(AccessControl, access=access)
+        if config.gateway.cors_origins:
+            # Outermost: a browser asks without a key what it may do.
+            self.app.add_middleware(
+                CORSMiddleware,
+                allow_origins=config.gateway.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["authorization", "content-type"],
+            )
         self._membership = Server(
             STAGE, [_MEMBERSHIP], config.rpc, max_message_bytes=config.rpc.control_bytes
         )
@@ -121,7 +134,8 @@ class Gateway:
             STAGE, [SERVICE], config.rpc, max_message_bytes=config.limits.max_body_bytes
         )
         gateway_pb2_grpc.add_GatewayServicer_to_server(
-            GatewayService(self.service, spec.vocab_size, spec.fingerprint), self._public.grpc
+            GatewayService(self.service, spec.vocab_size, spec.fingerprint, access),
+            self._public.grpc,
         )
         self._http: _Http | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -135,8 +149,9 @@ class Gateway:
         """Open the addresses; returns them by API."""
         config = self._config.gateway
         membership = await self._membership.start(config.host, config.membership_port)
-        self._http = _Http(self.app, config.host, config.http_port)
-        public = await self._public.start(config.host, config.grpc_port)
+        self._http = _Http(self.app, config)
+        credentials = tls.grpc_credentials(config)
+        public = await self._public.start(config.host, config.grpc_port, credentials)
         await self._prompts.start()
         await self._membership.set_serving(True)
         await self._public.set_serving(True)
@@ -185,10 +200,10 @@ class _Uvicorn(uvicorn.Server):
 class _Http:
     """uvicorn on a socket of our own, so that port 0 works and failures are typed."""
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
-        self._socket = _listen(host, port)
+    def __init__(self, app: FastAPI, config: GatewayConfig) -> None:
+        self._socket = _listen(config.host, config.http_port)
         bound = self._socket.getsockname()
-        self.address = f"{host}:{bound[1]}"
+        self.address = f"{config.host}:{bound[1]}"
         self._server = _Uvicorn(
             uvicorn.Config(
                 app,
@@ -197,6 +212,7 @@ class _Http:
                 lifespan="off",
                 server_header=False,
                 timeout_graceful_shutdown=int(_STOP_S),
+                **tls.http_options(config),
             )
         )
         self._task: asyncio.Task[None] | None = None

@@ -50,14 +50,19 @@ class Server:
     def serving(self) -> bool:
         return bool(self._serving)
 
-    async def start(self, host: str, port: int) -> str:
-        """Bind and listen; returns "host:port" with the real port.
+    async def start(
+        self, host: str, port: int, credentials: grpc.ServerCredentials | None = None
+    ) -> str:
+        """Bind and listen; returns "host:port" with the real port. TLS with `credentials`.
 
         Raises:
             EpdError: the address is in use or not ours.
         """
         try:
-            bound = self.grpc.add_insecure_port(f"{host}:{port}")
+            if credentials is None:
+                bound = self.grpc.add_insecure_port(f"{host}:{port}")
+            else:
+                bound = self.grpc.add_secure_port(f"{host}:{port}", credentials)
         except RuntimeError as error:
             raise EpdError(
                 ErrorKind.INVALID_REQUEST, f"can't listen on {host}:{port}", param="worker.port"

@@ -1,0 +1,162 @@
+"""Who may call, and how much: API keys, limits for each key, the access log.
+
+The same for HTTP and gRPC: a bearer token. Without configured keys everybody may call,
+and all are one caller as far as limits go.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import orjson
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from epd.config import GatewayConfig
+from epd.errors import EpdError, ErrorKind
+
+_log = logging.getLogger(__name__)
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
+"""For probes and scrapers, which have no keys."""
+
+
+@dataclass(slots=True)
+class Caller:
+    """One key. `name` is for logs: it tells keys apart and none of them."""
+
+    name: str
+    digest: bytes
+    running: int = 0
+    budget: float = 0.0
+    """Requests that may come at once; grows with time up to a minute's worth."""
+    seen: float = 0.0
+
+
+class Access:
+    """Keys and limits of one gateway."""
+
+    def __init__(self, config: GatewayConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._per_minute = config.requests_per_minute
+        self._concurrent = config.concurrent_requests
+        self._open = not config.api_keys
+        keys = config.api_keys or ("",)
+        self._callers = [_caller(key, self._per_minute, clock()) for key in keys]
+
+    @contextmanager
+    def admit(self, authorization: str | None) -> Iterator[Caller]:
+        """While one request runs.
+
+        Raises:
+            EpdError: UNAUTHENTICATED, or OVERLOADED with the time to wait.
+        """
+        caller = self.identify(authorization)
+        self._spend(caller)
+        caller.running += 1
+        try:
+            yield caller
+        finally:
+            caller.running -= 1
+
+    def identify(self, authorization: str | None) -> Caller:
+        """The key's owner. Takes the same time whichever key it is, or none."""
+        if self._open:
+            return self._callers[0]
+        scheme, _, token = (authorization or "").partition(" ")
+        digest = hashlib.sha256(token.strip().encode()).digest()
+        found: Caller | None = None
+        for caller in self._callers:
+            if hmac.compare_digest(caller.digest, digest):
+                found = caller
+        if found is None or scheme.lower() != "bearer":
+            reason = "no valid API key; send 'Authorization: Bearer <key>'"
+            raise EpdError(ErrorKind.UNAUTHENTICATED, reason)
+        return found
+
+    def _spend(self, caller: Caller) -> None:
+        if self._concurrent and caller.running >= self._concurrent:
+            reason = f"this key has {caller.running} requests running, the most it may have"
+            raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
+        if not self._per_minute:
+            return
+        now = self._clock()
+        grown = caller.budget + (now - caller.seen) * self._per_minute / 60
+        caller.budget, caller.seen = min(grown, self._per_minute), now
+        if caller.budget < 1:
+            wait = (1 - caller.budget) * 60 / self._per_minute
+            reason = f"this key may make {self._per_minute} requests a minute"
+            raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=wait)
+        caller.budget -= 1
+
+
+def _caller(key: str, budget: float, now: float) -> Caller:
+    digest = hashlib.sha256(key.encode()).digest()
+    return Caller(digest.hex()[:8] if key else "anyone", digest, budget=budget, seen=now)
+
+
+class AccessControl:
+    """ASGI: admits HTTP requests and writes one line about each, without contents."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        started = time.monotonic()
+        status = 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        name = "?"
+        try:
+            with self._admitted(scope) as caller:
+                name = caller.name
+                await self._app(scope, receive, watched)
+        except EpdError as error:
+            await _refuse(error, watched)
+        finally:
+            extra = {
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "ms": round((time.monotonic() - started) * 1e3, 1),
+                "key": name,
+            }
+            _log.info("access", extra=extra)
+
+    @contextmanager
+    def _admitted(self, scope: Scope) -> Iterator[Caller]:
+        headers: Mapping[bytes, bytes] = dict(scope["headers"])
+        authorization = headers.get(b"authorization", b"").decode("latin-1")
+        if scope["method"] == "POST":
+            with self._access.admit(authorization) as caller:
+                yield caller
+        else:
+            yield self._access.identify(authorization)
+
+
+async def _refuse(error: EpdError, send: Send) -> None:
+    headers = [(b"content-type", b"application/json")]
+    if error.retry_after_s is not None:
+        seconds = max(1, math.ceil(error.retry_after_s))
+        headers.append((b"retry-after", str(seconds).encode()))
+    if error.kind is ErrorKind.UNAUTHENTICATED:
+        headers.append((b"www-authenticate", b"Bearer"))
+    body = orjson.dumps(error.openai_body())
+    headers.append((b"content-length", str(len(body)).encode()))
+    status = error.mapping.http_status
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

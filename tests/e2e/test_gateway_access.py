@@ -1,0 +1,248 @@
+"""API keys, limits of a key, CORS, TLS and mTLS, the access log: over HTTP and gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc.aio
+import openai
+import pytest
+import trustme
+from google.rpc import error_details_pb2, status_pb2
+
+from epd.config import GatewayConfig
+from epd.errors import EpdError, ErrorKind
+from epd.jobs import Stage
+from gateway.access import Access
+from gateway.main import Loaded
+from protos.epd.v1 import gateway_pb2, gateway_pb2_grpc
+from tests.e2e.fake_stages import hang
+from tests.e2e.gateway_house import CHAT, House, body, config
+from tests.e2e.http_client import Connection, get, post
+
+pytestmark = pytest.mark.timeout(60)
+KEY, OTHER = "sk-first", "sk-second"
+
+
+@asynccontextmanager
+async def opened(loaded: Loaded, **settings: Any) -> AsyncIterator[House]:
+    house = House(loaded, config(**settings))
+    await house.start()
+    try:
+        for stage in Stage:
+            await house.add(stage)
+        yield house
+        await house.settled()
+    finally:
+        await house.close()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def ask() -> gateway_pb2.ChatRequest:
+    user = gateway_pb2.Message(
+        role=gateway_pb2.ROLE_USER, parts=[gateway_pb2.ContentPart(text="what?")]
+    )
+    return gateway_pb2.ChatRequest(messages=[user])
+
+
+async def over_grpc(channel: grpc.aio.Channel, key: str | None) -> list[Any]:
+    metadata = (("authorization", f"Bearer {key}"),) if key else ()
+    call = gateway_pb2_grpc.GatewayStub(channel).Chat(ask(), metadata=metadata)
+    return [event async for event in call]
+
+
+async def test_keys_over_http(loaded: Loaded) -> None:
+    async with opened(loaded, api_keys=(KEY, OTHER)) as house:
+        for headers in ({}, bearer("sk-firs"), bearer(""), {"authorization": f"Basic {KEY}"}):
+            reply = await post(house.http, CHAT, body(), **headers)
+            assert reply.status == 401
+            assert reply.json()["error"]["code"] == "invalid_api_key"
+            assert KEY not in reply.body.decode()
+        for key in (KEY, OTHER):
+            assert (await post(house.http, CHAT, body(), **bearer(key))).status == 200
+        assert (await get(house.http, "/v1/models")).status == 401
+        for path in ("/health", "/ready", "/metrics", "/version"):
+            assert (await get(house.http, path)).status == 200
+        client = openai.AsyncOpenAI(base_url=f"http://{house.http}/v1", api_key="no")
+        async with client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.models.list()
+
+
+async def test_keys_over_grpc(loaded: Loaded) -> None:
+    async with (
+        opened(loaded, api_keys=(KEY,)) as house,
+        grpc.aio.insecure_channel(house.grpc) as channel,
+    ):
+        for key in (None, "sk-firs"):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await over_grpc(channel, key)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        stub = gateway_pb2_grpc.GatewayStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.ListModels(gateway_pb2.ListModelsRequest())
+        assert (await over_grpc(channel, KEY))[-1].WhichOneof("kind") == "finished"
+
+
+async def test_concurrency_of_a_key_ends_with_the_stream(loaded: Loaded) -> None:
+    async with opened(loaded, api_keys=(KEY, OTHER), concurrent_requests=1) as house:
+        house.script.hooks["decode.token"] = hang
+        raw = json.dumps(body(stream=True)).encode()
+        running = await Connection.send(house.http, "POST", CHAT, raw, **bearer(KEY))
+        await running.head()
+        reply = await post(house.http, CHAT, body(), **bearer(KEY))
+        assert (reply.status, reply.headers["retry-after"]) == (429, "1")
+        del house.script.hooks["decode.token"]
+        assert (await post(house.http, CHAT, body(), **bearer(OTHER))).status == 200
+        running.close()
+        await house.settled()
+        await asyncio.sleep(0.05)
+        assert (await post(house.http, CHAT, body(), **bearer(KEY))).status == 200
+
+
+async def test_over_grpc_a_limit_says_when_to_come_again(loaded: Loaded) -> None:
+    async with opened(loaded, requests_per_minute=1) as house:
+        async with grpc.aio.insecure_channel(house.grpc) as channel:
+            await over_grpc(channel, None)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await over_grpc(channel, None)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        trailing = dict(caught.value.trailing_metadata() or ())
+        status = status_pb2.Status.FromString(trailing["grpc-status-details-bin"])
+        retry = error_details_pb2.RetryInfo()
+        assert any(detail.Unpack(retry) for detail in status.details)
+        assert 50 < retry.retry_delay.seconds <= 60
+
+
+def test_the_rate_is_a_budget_that_grows() -> None:
+    now = [0.0]
+    access = Access(GatewayConfig(requests_per_minute=2), lambda: now[0])
+
+    def spend() -> None:
+        with access.admit(None):
+            pass
+
+    spend()
+    spend()
+    with pytest.raises(EpdError) as caught:
+        spend()
+    assert caught.value.kind is ErrorKind.OVERLOADED
+    assert caught.value.retry_after_s == pytest.approx(30.0)
+    now[0] = 30.0
+    spend()
+    now[0] = 3600.0
+    spend()
+    spend()
+    with pytest.raises(EpdError):
+        spend()
+
+
+async def test_cors_is_off_until_configured(loaded: Loaded) -> None:
+    wanted = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    async with opened(loaded) as house, aiohttp.ClientSession() as session:
+        reply = await session.options(f"http://{house.http}{CHAT}", headers=wanted)
+        assert "access-control-allow-origin" not in reply.headers
+    settings = {"cors_origins": ("https://a.example",), "api_keys": (KEY,)}
+    async with opened(loaded, **settings) as house, aiohttp.ClientSession() as session:
+        reply = await session.options(f"http://{house.http}{CHAT}", headers=wanted)
+        assert reply.headers["access-control-allow-origin"] == "https://a.example"
+        other = {**wanted, "origin": "https://b.example"}
+        reply = await session.options(f"http://{house.http}{CHAT}", headers=other)
+        assert "access-control-allow-origin" not in reply.headers
+
+
+async def test_the_access_log_has_no_contents(
+    loaded: Loaded, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with opened(loaded, api_keys=(KEY,)) as house:
+        secret = {"role": "user", "content": "my secret"}
+        await post(house.http, f"{CHAT}?q=hidden", body(messages=[secret]), **bearer(KEY))
+    (line,) = [record for record in caplog.records if record.message == "access"]
+    assert (vars(line)["status"], vars(line)["path"]) == (200, CHAT)
+    everything = " ".join(str(vars(record)) for record in caplog.records)
+    for hidden in ("my secret", KEY, "hidden"):
+        assert hidden not in everything
+
+
+class Certificates:
+    def __init__(self, folder: Path) -> None:
+        self.authority, self.folder = trustme.CA(), folder
+        server = self.authority.issue_cert("127.0.0.1", "localhost")
+        self.client = self.authority.issue_cert("client@example.org")
+        server.private_key_pem.write_to_path(str(folder / "key"))
+        for blob in server.cert_chain_pems:
+            blob.write_to_path(str(folder / "cert"), append=True)
+        self.authority.cert_pem.write_to_path(str(folder / "ca"))
+
+    def settings(self, mutual: bool) -> dict[str, str]:
+        names = {"tls_cert": "cert", "tls_key": "key"} | ({"tls_client_ca": "ca"} if mutual else {})
+        return {name: str(self.folder / file) for name, file in names.items()}
+
+    def context(self, with_client: bool) -> ssl.SSLContext:
+        context = ssl.create_default_context()
+        self.authority.configure_trust(context)
+        if with_client:
+            self.client.configure_cert(context)
+        return context
+
+    def credentials(self, with_client: bool) -> grpc.ChannelCredentials:
+        root = self.authority.cert_pem.bytes()
+        if not with_client:
+            return grpc.ssl_channel_credentials(root)
+        chain = b"".join(blob.bytes() for blob in self.client.cert_chain_pems)
+        return grpc.ssl_channel_credentials(root, self.client.private_key_pem.bytes(), chain)
+
+
+async def https(house: House, context: ssl.SSLContext) -> int:
+    connector = aiohttp.TCPConnector(ssl=context)
+    async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        session.post(f"https://{house.http}{CHAT}", json=body()) as reply,
+    ):
+        await reply.read()
+        return reply.status
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+async def test_tls_of_both_ports(loaded: Loaded, tmp_path: Path, mutual: bool) -> None:
+    certificates = Certificates(tmp_path)
+    async with opened(loaded, **certificates.settings(mutual)) as house:
+        assert await https(house, certificates.context(mutual)) == 200
+        async with grpc.aio.secure_channel(house.grpc, certificates.credentials(mutual)) as channel:
+            assert (await over_grpc(channel, None))[-1].WhichOneof("kind") == "finished"
+        if mutual:
+            with pytest.raises((aiohttp.ClientError, ssl.SSLError, OSError)):
+                await https(house, certificates.context(False))
+            async with grpc.aio.secure_channel(
+                house.grpc, certificates.credentials(False)
+            ) as channel:
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await over_grpc(channel, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [
+        ({"tls_cert": "x"}, "gateway.tls_key"),
+        ({"tls_key": "x"}, "gateway.tls_cert"),
+        ({"tls_client_ca": "x"}, "gateway.tls_client_ca"),
+    ],
+)
+async def test_half_of_tls_is_refused(loaded: Loaded, settings: dict[str, str], param: str) -> None:
+    house = House(loaded, config(**settings))
+    with pytest.raises(EpdError) as caught:
+        await house.start()
+    assert caught.value.param == param
+    await house.close()
