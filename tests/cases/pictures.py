@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw
 
 from tests.e2e.cluster import Cluster, Reply
 
+QUESTION = "Describe the image."
 URL_PARAM = "messages[0].content[0].image_url.url"
 _CORNERS = ((220, 30, 30), (30, 170, 60), (40, 70, 220), (240, 210, 40))
 
@@ -98,7 +99,7 @@ def body(*parts: Any, **fields: Any) -> dict[str, Any]:
 
 def ask(cluster: Cluster, *parts: Any, **fields: Any) -> Reply:
     """Show pictures and ask what they are; greedy, three tokens with their logprobs."""
-    question = text("Describe the image.")
+    question = text(QUESTION)
     scores = {"logprobs": True, "top_logprobs": 5}
     return cluster.chat(body(*parts, question, **{**scores, **fields}))
 

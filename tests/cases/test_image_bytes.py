@@ -23,6 +23,7 @@ from epd import images
 from epd.config import LimitsConfig
 from epd.errors import EpdError
 from tests.cases.pictures import (
+    QUESTION,
     ask,
     body,
     chunk,
@@ -43,7 +44,7 @@ from tests.cases.pictures import (
     text,
 )
 from tests.cases.site import Site
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, request
 
 SAME = 1e-3
 """Scores of equal pixels may differ by rounding only."""
@@ -405,6 +406,11 @@ def test_img_20_sizes_are_read_in_every_format(cluster: Cluster) -> None:
     files = [file(picture, name) for name in formats]
     files.append(file(picture.convert("RGBA"), "WEBP", lossless=True))
     counts = {prompt_tokens(ask(cluster, data, max_tokens=1)) for data in files}
+    for data in files:
+        asked = {"model": cluster.model, "messages": body(data, text(QUESTION))["messages"]}
+        reply = request(cluster.address, "/tokenize", asked)
+        assert reply.status == 200, reply.body
+        counts.add(reply.json["count"])
     assert len(counts) == 1
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
+from epd.config import LimitsConfig
 from epd.errors import EpdError
 from epd.models.processor import Processor
 from epd.models.spec import read_spec
+from gateway.content import read_messages
 from protos.epd.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.cases.pictures import (
     ask,
@@ -83,6 +85,29 @@ def test_prm_01_typed_control_tokens_are_text(
     accepted = chat_over_grpc(api, "".join(whole), PICTURE)
     assert accepted.prompt_tokens == prompt_tokens(reply)
     assert accepted.image_tokens == image_tokens(reply)
+
+
+def ids_of(cluster: Cluster, *content: Any) -> list[int]:
+    """The prompt's ids, as the tokenize route gives them."""
+    asked = {"model": cluster.model, "messages": body(*content)["messages"]}
+    reply = request(cluster.address, "/tokenize", asked)
+    assert reply.status == 200, reply.body
+    ids: list[int] = reply.json["tokens"]
+    return ids
+
+
+def special_ids() -> dict[str, int]:
+    added = json.loads((DEMO_CHECKPOINT / "tokenizer.json").read_text())["added_tokens"]
+    return {token["content"]: token["id"] for token in added}
+
+
+@pytest.mark.parametrize("typed", CONTROLS)
+def test_prm_01_ids_of_typed_text_hold_no_control_token(cluster: Cluster, typed: str) -> None:
+    controls = set(special_ids().values())
+    plain = ids_of(cluster, text("explain  please"), PICTURE)
+    whole = ids_of(cluster, text(f"explain {typed} please"), PICTURE)
+    assert [i for i in whole if i in controls] == [i for i in plain if i in controls]
+    assert len(whole) > len(plain) + 2
 
 
 def test_prm_01_the_image_keeps_its_place(cluster: Cluster) -> None:
@@ -167,6 +192,27 @@ def test_prm_05_parts_keep_their_order(cluster: Cluster) -> None:
         for a, b in ((red, blue), (blue, red))
     ]
     assert distance(*swapped) > SAME
+
+
+def test_prm_05_the_order_of_ids(cluster: Cluster) -> None:
+    """A run of placeholders stands where its part does, whatever the text says."""
+    special = special_ids()
+    pad, start, end = (
+        special[f"<|{name}|>"] for name in ("image_pad", "vision_start", "vision_end")
+    )
+    rows = image_tokens(said(cluster, PICTURE))
+    run = [start, *[pad] * rows, end]
+
+    def word(ids: list[int]) -> list[int]:
+        """What stands between "user\\n" and the turn's end."""
+        opening = ids_of(cluster, text("."))
+        return ids[4 : len(ids) - (len(opening) - 5)]
+
+    a, b = word(ids_of(cluster, text("first"))), word(ids_of(cluster, text("second")))
+    assert word(ids_of(cluster, PICTURE, text("first"))) == run + a
+    assert word(ids_of(cluster, text("first"), PICTURE)) == a + run
+    both = ids_of(cluster, text("first"), PICTURE, PICTURE, text("second"))
+    assert word(both) == a + run + run + b
 
 
 def scored(*content: Any) -> dict[str, Any]:
@@ -308,7 +354,8 @@ def test_detail_low_over_grpc(cluster: Cluster, api: gateway_pb2_grpc.GatewayStu
 def test_prm_12_empty_prompts(cluster: Cluster, api: gateway_pb2_grpc.GatewayStub) -> None:
     empty = {"model": cluster.model, "prompt": [""]}
     reply = request(cluster.address, "/v1/completions", empty)
-    assert reply.status in (400, 404), reply.body
+    assert reply.status == 400, reply.body
+    assert reply.error["param"].startswith("prompt")
     assert prefill_answer(cluster, prefill_job(cluster, [], 0)) is grpc.StatusCode.INVALID_ARGUMENT
     with pytest.raises(grpc.RpcError) as caught:
         chat_over_grpc(api, "")
@@ -327,6 +374,39 @@ def test_prm_13_empty_turns_of_others(cluster: Cluster) -> None:
     assert status(a, {"role": "assistant", "content": []}, b) == 200
     assert status(a, {"role": "assistant", "content": None}, b) == 400
     assert status(a, {"role": "assistant"}, b) == 400
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+def test_prm_13_calls_without_content(cluster: Cluster) -> None:
+    """Read for models whose template takes tools; the demo's is named as the reason."""
+    user = {"role": "user", "content": "A"}
+    calls = [{"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    result = {"role": "tool", "tool_call_id": "c1", "content": "done"}
+    assert len(read_messages([user, *calls, result, user], LimitsConfig()).messages) == 4
+    with pytest.raises(EpdError, match="content"):
+        read_messages([user, {"role": "assistant", "content": None}, user], LimitsConfig())
+    reply = cluster.chat({"messages": [user, *calls, result, user], "max_tokens": 1})
+    refused(reply, "takes no tools", "messages[1].tool_calls", "invalid_request")
+
+
+def test_prm_08_content_of_tool_results() -> None:
+    """Text, as a string or in parts; what is refused is named, an image never dropped."""
+    user = {"role": "user", "content": "A"}
+    calls = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+    def read(content: Any) -> int | str:
+        result = {"role": "tool", "tool_call_id": "c1", "content": content}
+        try:
+            return len(read_messages([user, calls, result], LimitsConfig()).images)
+        except EpdError as error:
+            return str(error.param)
+
+    assert read("done") == 0
+    assert read([text("a"), text("b")]) == 0
+    assert read([part(data_url(PICTURE))]) in (1, "messages[2].content[0]", "messages[2].content")
+    assert read(None) in (0, "messages[2].content")
 
 
 @pytest.mark.parametrize("run", [0, 1, 8, 9, 10, 18])
