@@ -38,6 +38,10 @@ from epd.sandbox_worker import PREFIX, receive_exactly, send_request
 
 _log = logging.getLogger(__name__)
 _START_S = 120.0
+_ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
+)
+"""A zygote with threads could not be forked: they and what they hold would be lost."""
 _PATIENCE = 4
 """Wall time allowed, in CPU limits: the machine may be busy, but a worker that waits for
 something for ever must end as well."""
@@ -288,7 +292,7 @@ class _Zygote:
                 pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=expect_parent(dict(os.environ)),
+                env=expect_parent(os.environ | _ONE_THREAD),
             )
         ours.settimeout(_START_S)
         return process, ours

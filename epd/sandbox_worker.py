@@ -57,6 +57,7 @@ def main(fd: int, task: Mapping[str, Any]) -> None:
     work = _load(control, task)
     gc.collect()
     gc.freeze()  # shared pages stay shared in the workers
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads can't be forked"
     _reply(control, {"loaded": True}, ())
     while True:
         message, fds, _, _ = socket.recv_fds(control, 1, 1)
