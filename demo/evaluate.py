@@ -170,12 +170,12 @@ def measure(model: Model, cases: list[Case]) -> dict[str, Any]:
 
 
 def print_report(result: dict[str, Any], wrong: int) -> None:
-    for kind, entry in result["kinds"].items():
-        print(f"{kind:16} {entry['accuracy']:.3f} of {entry['questions']}")
-    print(f"{'overall':16} {result['overall']:.3f}")
+    for kind, entry in sorted(result["kinds"].items()):
+        print(f"{kind:16} {entry['accuracy']:6.1%} of {entry['questions']}")
+    print(f"{'overall':16} {result['overall']:6.1%}")
     for how, share in result["questions about pictures"].items():
-        print(f"pictures: {how:34} {share:.3f}")
-    print(f"sample questions right: {result['sample questions']:.3f}")
+        print(f"about pictures, {how:34} {share:6.1%}")
+    print(f"sample questions {result['sample questions']:6.1%}")
     for entry in result["wrong"][:wrong]:
         print(" | ".join(entry.values()))
 

@@ -204,3 +204,15 @@ def test_every_colour_can_be_told_from_the_others():
     colours = np.array(list(COLOURS.values()))
     distance = np.abs(colours[:, None] - colours[None]).max(-1)
     assert distance[~np.eye(len(colours), dtype=bool)].min() > 40  # jitter is at most 10 each
+
+
+def test_documented_accuracy_is_the_measured_one():
+    measured = json.loads((DEMO / "accuracy.json").read_text())
+    text = (DEMO.parent / "docs" / "demo-model.md").read_text()
+    shown, below = text.split("## What it can't do")
+    for kind, entry in measured["kinds"].items():
+        row = f"{entry['accuracy']:.1%} of {entry['questions']} |"
+        part = shown if entry["accuracy"] >= 0.95 else below
+        assert any(f"| `{kind}` |" in line and row in line for line in part.splitlines()), kind
+    for share in measured["questions about pictures"].values():
+        assert f"{share:.1%}" in shown
