@@ -26,7 +26,12 @@ async def serve(config: Config) -> None:
     model = config.model
     pictures = ImagePreparer(config)  # its processes load while this one does
     encoder = VisionEncoder.load(
-        model.path, model.dtype, model.device, exact=model.exact, threads=model.threads
+        model.path,
+        model.dtype,
+        model.device,
+        exact=model.exact,
+        threads=model.threads,
+        kernels=model.kernels,
     )
     memory = OwnedMemory(config, encoder.spec.fingerprint, config.encode.arena_mib << 19)
     worker = EncodeWorker(config, encoder, pictures, memory)

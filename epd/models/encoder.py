@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from epd.errors import EpdError, ErrorKind
-from epd.models import families
+from epd.models import families, vision_attention
 from epd.models.checkpoint import load_part
+from epd.models.kernels import build
 from epd.models.processor import PreparedImage
 from epd.models.spec import ModelSpec, read_spec
 
@@ -43,15 +44,20 @@ class VisionEncoder:
         device: str = "cpu",
         exact: bool = False,
         threads: int = 1,
+        kernels: Literal["auto", "off"] = "auto",
     ) -> VisionEncoder:
         """Load the encode part only; `threads` is set for the whole process.
+
+        `kernels`: see `LanguageModel.load`.
 
         Raises:
             EpdError: see `load_part`.
         """
         torch.set_num_threads(threads)
         spec = read_spec(path, dtype)
-        model = load_part(path, "encode", spec.dtype).to(device)
+        fits = kernels == "auto" and device == "cpu" and spec.dtype == "bfloat16"
+        attn = vision_attention.NAME if fits and build.load() is not None else None
+        model = load_part(path, "encode", spec.dtype, attn=attn).to(device)
         return cls(model, spec, device, exact)
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:

@@ -14,7 +14,8 @@
 namespace {
 
 constexpr int64_t KEYS = 32;         // keys packed at a time
-constexpr int64_t TASK_ROWS = 24;    // most rows of a task, unless one token has more
+constexpr int64_t LEAST_ROWS = 24, MOST_ROWS = 96;  // of a task, or one token's
+constexpr int64_t SCORES = 96 << 10;                // of a task, if it has more than the least
 constexpr float NONE = -INFINITY;
 
 void write(bf16* cache, const bf16* x, int64_t token, int64_t head, int64_t dim, const Step& s,
@@ -137,10 +138,12 @@ class Attend {
         begin(first_key(0) / KEYS * KEYS), width((end - begin + KEYS - 1) / KEYS * KEYS) {}
 
   void run() {
+    int64_t* sees = memory_for<int64_t, 6>(2 * rows);  // [row] {first, past the last}
+    for (int64_t r = 0; r < rows; ++r) sees[2 * r] = first_key(r), sees[2 * r + 1] = seen(r);
     int32_t* queries = memory_for<int32_t, 0>(rows * pairs);
     float* score = memory_for<float, 1>(rows * width);
     pack_queries(queries);
-    for (int64_t start = begin; start < end; start += KEYS) score_block(queries, start, score);
+    for (int64_t start = begin; start < end; start += KEYS) score_block(queries, sees, start, score);
     float* inverse = memory_for<float, 2>(rows);
     for (int64_t r = 0; r < rows; ++r) inverse[r] = 1.0f / weights(score + r * width, width);
     mix(score, inverse);
@@ -177,7 +180,8 @@ class Attend {
     }
   }
 
-  void score_block(const int32_t* queries, int64_t start, float* score) const {
+  void score_block(const int32_t* queries, const int64_t* sees, int64_t start,
+                   float* score) const {
     const bf16* row[KEYS];
     places(l.keys + task.group * l.d, blocks, s.block_tokens, l.block_stride, l.groups * l.d,
            start, end, row);
@@ -192,7 +196,8 @@ class Attend {
                                nullptr, sum);
       for (int j = 0; j < m; ++j) {
         const int64_t r = tile_start(t) + j;
-        const __mmask32 there = lanes32(seen(r) - start) & ~lanes32(first_key(r) - start);
+        const __mmask32 there =
+            lanes32(sees[2 * r + 1] - start) & ~lanes32(sees[2 * r] - start);
         float* to = score + r * width + start - begin;
         _mm512_storeu_ps(to, _mm512_mask_mul_ps(none, __mmask16(there), sum[j][0], scale));
         _mm512_storeu_ps(to + 16,
@@ -243,13 +248,17 @@ class Attend {
   }
 };
 
-// Neighbouring tokens of a sequence, a few at a time, for each key/value head.
+// Neighbouring tokens of a sequence, a few at a time, for each key/value head: as many as
+// have scores that stay in a core's cache.
 std::vector<Task> tasks_of(const Step& s, const Attention& l) {
-  const int64_t most = std::max<int64_t>(1, TASK_ROWS / (l.heads / l.groups));
+  const int64_t share = l.heads / l.groups;
   std::vector<Task> tasks;
   for (int64_t first = 0, next; first < s.rows; first = next) {
+    const int64_t width = l.window ? std::min<int64_t>(s.seen[first], l.window) : s.seen[first];
+    const int64_t rows = std::max(LEAST_ROWS, std::min(MOST_ROWS, SCORES / (width + KEYS)));
     next = first + 1;
-    while (next < s.rows && next - first < most && s.table[next] == s.table[first]) ++next;
+    while (next < s.rows && (next + 1 - first) * share <= rows && s.table[next] == s.table[first])
+      ++next;
     for (int64_t g = 0; g < l.groups; ++g) tasks.push_back({first, next - first, g});
   }
   return tasks;
