@@ -48,7 +48,7 @@ def streamed(events: list[Any]) -> tuple[dict[int, str], dict[int, str]]:
 
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("images", [0, 2])
-async def test_USE_07_n_answers_streamed_and_whole(house: House, n: int, images: int) -> None:
+async def test_use_07_n_answers_streamed_and_whole(house: House, n: int, images: int) -> None:
     whole = await house.chat(n=n, images=images)
     found = texts(whole)
     assert len(set(found)) == n
@@ -64,7 +64,7 @@ async def test_USE_07_n_answers_streamed_and_whole(house: House, n: int, images:
     assert events[-2]["usage"] == usage
 
 
-async def test_USE_08_one_prefill_and_a_decode_for_each(house: House) -> None:
+async def test_use_08_one_prefill_and_a_decode_for_each(house: House) -> None:
     await house.chat(n=3)
     await house.settled()
     (prefill,) = house.script.jobs_of(Stage.PREFILL)
@@ -133,7 +133,7 @@ async def test_before_any_output_all_choices_are_tried_again_together(house: Hou
     assert [job.choices for job in house.script.jobs_of(Stage.PREFILL)] == [3, 3]
 
 
-async def test_USE_07_a_choice_that_fails_for_good_ends_the_others(house: House) -> None:
+async def test_use_07_a_choice_that_fails_for_good_ends_the_others(house: House) -> None:
     async def breaks(call: Call) -> None:
         if call.job.sampling.choice == 1 and call.token == 3:
             await fail(ErrorKind.INTERNAL)(call)
@@ -194,7 +194,7 @@ async def test_best_of_is_refused_by_name(house: House) -> None:
 
 
 @pytest.mark.parametrize("alternatives", [0, 2])
-async def test_USE_05_logprobs_have_the_chat_form(house: House, alternatives: int) -> None:
+async def test_use_05_logprobs_have_the_chat_form(house: House, alternatives: int) -> None:
     house.script.alternatives = alternatives
     reply = await house.chat(logprobs=True, top_logprobs=alternatives)
     for entry in reply.json()["choices"][0]["logprobs"]["content"][1:]:
@@ -205,19 +205,19 @@ async def test_USE_05_logprobs_have_the_chat_form(house: House, alternatives: in
 @pytest.mark.parametrize(
     "fields", [{"logprobs": True, "top_logprobs": 21}, {"logprobs": False, "top_logprobs": 3}]
 )
-async def test_USE_05_impossible_logprobs(house: House, fields: dict[str, Any]) -> None:
+async def test_use_05_impossible_logprobs(house: House, fields: dict[str, Any]) -> None:
     reply = await house.chat(**fields)
     assert (reply.status, reply.json()["error"]["param"]) == (400, "top_logprobs")
 
 
-async def test_USE_06_numbers_that_json_has(house: House) -> None:
+async def test_use_06_numbers_that_json_has(house: House) -> None:
     reply = await house.chat(logprobs=True, top_k=1, temperature=1.0)
     reply.json()  # refuses NaN and Infinity
 
 
 @pytest.mark.parametrize("per_message", [1, 3, 5])
 @pytest.mark.parametrize("images", [0, 1])
-async def test_USE_02_USE_03_usage_of_a_stream(house: House, per_message: int, images: int) -> None:
+async def test_use_02_use_03_usage_of_a_stream(house: House, per_message: int, images: int) -> None:
     house.script.tokens_per_message = per_message
     whole = (await house.chat(images=images)).json()["usage"]
     events = await house.stream(images=images, stream_options={"include_usage": True})
@@ -254,7 +254,7 @@ def test_n_with_a_grammar(cluster: Cluster) -> None:
     assert len(set(found)) > 1
 
 
-def test_USE_04_prompt_tokens_hold_the_images(cluster: Cluster) -> None:
+def test_use_04_prompt_tokens_hold_the_images(cluster: Cluster) -> None:
     plain = cluster.chat(question(text("What is it?"))).json["usage"]
     first, again = (counted(cluster)["usage"] for _ in range(2))
     details = first["prompt_tokens_details"]

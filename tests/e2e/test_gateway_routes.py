@@ -93,7 +93,7 @@ async def test_what_completions_refuse(house: House, fields: dict[str, Any], par
     assert house.journal == []
 
 
-async def test_STR_06_a_prompt_that_ends_in_half_a_character_is_not_sent_back(
+async def test_str_06_a_prompt_that_ends_in_half_a_character_is_not_sent_back(
     house: House,
 ) -> None:
     tokenizer = house.gateway.service.tokenizer

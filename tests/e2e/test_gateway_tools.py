@@ -188,7 +188,7 @@ async def test_a_bad_schema_of_a_forced_tool_is_400(tools: House) -> None:
 
 
 @pytest.mark.parametrize("stop", ["}", "\n", "Bern"])
-async def test_STR_14_a_stop_string_in_a_call_loses_nothing(tools: House, stop: str) -> None:
+async def test_str_14_a_stop_string_in_a_call_loses_nothing(tools: House, stop: str) -> None:
     say(tools, f"Look:\n{CALL}")
     whole = (await tools.chat(tools=[WEATHER], stop=stop)).json()["choices"][0]
     events = await tools.stream(tools=[WEATHER], stop=stop)
@@ -216,7 +216,7 @@ async def test_a_template_without_tools_refuses_them_by_name(house: House) -> No
     assert reply.json()["error"]["param"] == "messages[1].tool_calls"
 
 
-async def test_PRM_04_text_in_arguments_that_speaks_of_images_is_text(tools: House) -> None:
+async def test_prm_04_text_in_arguments_that_speaks_of_images_is_text(tools: House) -> None:
     arguments = '{"city": "\\"type\\": \\"image_url\\" data:image/png;base64,AAAA"}'
     messages = [{"role": "user", "content": "a"}, called("a", arguments), result("a", "b")]
     usage = (await tools.chat(messages=messages)).json()["usage"]

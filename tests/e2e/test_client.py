@@ -1,0 +1,158 @@
+"""`epd.client` against a gateway over scripted stages, and JSON over reflection."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from PIL import Image
+
+from epd.client import AsyncClient, Client, assistant, system, user
+from epd.errors import EpdError, ErrorKind
+from epd.jobs import FinishReason
+from tests.e2e.fake_stages import hang
+from tests.e2e.gateway_house import House
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def picture() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 48), "red").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def said(house: House) -> str:
+    text: str = house.gateway.service.tokenizer.decode(house.script.output)
+    return text
+
+
+async def test_async(house: House) -> None:
+    talk = [system("short"), user("hi"), assistant("ho"), user("what?", picture())]
+    async with AsyncClient(house.grpc) as client:
+        answer = await client.chat(talk, logprobs=True, n=2)
+        deltas = [delta async for delta in client.stream(talk)]
+        (model,) = await client.models()
+    assert answer.text == said(house)
+    assert answer.reasons == [FinishReason.STOP] * 2
+    assert answer.texts[1] != answer.text
+    assert answer.usage.image_tokens > 0
+    assert answer.usage.completion_tokens == 2 * len(house.script.output)
+    assert {token.logprob for token in answer.tokens[0]} == {-0.5}
+    assert "".join(delta.text for delta in deltas) == answer.text
+    assert (model.id, model.input_modalities) == ("demo", ("text", "image"))
+
+
+async def test_sync(house: House) -> None:
+    def talk() -> tuple[Any, str]:
+        with Client(house.grpc, timeout_s=20) as client:
+            answer = client.chat([user("what?")])
+            return answer, "".join(delta.text for delta in client.stream([user("what?")]))
+
+    answer, streamed = await asyncio.to_thread(talk)
+    assert answer.text == streamed == said(house)
+    assert answer.reason is FinishReason.STOP
+    assert answer.request_id
+
+
+async def test_faults_have_their_kind_and_field(house: House) -> None:
+    async with AsyncClient(house.grpc) as client:
+        for options, param in (
+            ({"temperature": 9.0}, "options.temperature"),
+            ({"x": 1}, "options"),
+        ):
+            with pytest.raises(EpdError) as caught:
+                await client.chat([user("a")], **options)
+            assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_REQUEST, param)
+    house.script.hooks["decode.token"] = hang
+
+    def slow() -> None:
+        with Client(house.grpc, timeout_s=0.5) as client:
+            client.chat([user("a")])
+
+    with pytest.raises(EpdError) as caught:
+        await asyncio.to_thread(slow)
+    assert caught.value.kind is ErrorKind.DEADLINE_EXCEEDED
+    await house.settled()
+
+
+async def test_a_stream_that_is_left_is_cancelled(house: House) -> None:
+    house.script.hooks["decode.token"] = hang
+    async with AsyncClient(house.grpc) as client:
+        stream = client.stream([user("a")])
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        await house.settled()
+    assert "decode: Cancel" in house.journal
+
+
+async def test_structured_output_over_grpc(house: House) -> None:
+    async with AsyncClient(house.grpc) as client:
+        await client.chat([user("a")], guided_choice=["a", "b"])
+        with pytest.raises(EpdError) as caught:
+            await client.chat([user("a")], guided_json="{")
+    assert caught.value.param == "options.guided_json"
+    grammars = [job.sampling.grammar for _, job in house.script.jobs]
+    assert {grammar.lark for grammar in grammars} == {'start: "a" | "b"'}
+
+
+async def test_json_over_reflection_as_grpcurl_does(house: House) -> None:
+    """What ``grpcurl -d @ HOST epd.v1.Gateway/Chat`` does: no stubs, only reflection."""
+
+    def ask() -> list[Any]:
+        with grpc.insecure_channel(house.grpc) as channel:
+            pool = reflected(channel, "epd.v1.Gateway")
+            method = pool.FindServiceByName("epd.v1.Gateway").FindMethodByName("Chat")
+            request = message_factory.GetMessageClass(method.input_type)()
+            json_format.Parse(
+                '{"messages": [{"role": "ROLE_USER", "parts": [{"text": "what?"}]}]}', request
+            )
+            call = channel.unary_stream(
+                "/epd.v1.Gateway/Chat",
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=message_factory.GetMessageClass(
+                    method.output_type
+                ).FromString,
+            )
+            return [json_format.MessageToDict(event) for event in call(request)]
+
+    events = await asyncio.to_thread(ask)
+    text = "".join(event["delta"].get("text", "") for event in events if "delta" in event)
+    assert text == said(house)
+    assert events[-1]["finished"]["reason"] == "FINISH_REASON_STOP"
+
+
+def reflected(channel: grpc.Channel, service: str) -> descriptor_pool.DescriptorPool:
+    """Descriptors of a service, dependencies first."""
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    found: dict[str, descriptor_pb2.FileDescriptorProto] = {}
+
+    def fetch(**query: str) -> None:
+        request = reflection_pb2.ServerReflectionRequest(**query)
+        (reply,) = stub.ServerReflectionInfo(iter([request]))
+        for raw in reply.file_descriptor_response.file_descriptor_proto:
+            file = descriptor_pb2.FileDescriptorProto.FromString(raw)
+            if file.name not in found:
+                found[file.name] = file
+                for name in file.dependency:
+                    fetch(file_by_filename=name)
+
+    fetch(file_containing_symbol=service)
+    pool = descriptor_pool.DescriptorPool()
+    added: set[str] = set()
+
+    def add(name: str) -> None:
+        if name not in added:
+            added.add(name)
+            for dependency in found[name].dependency:
+                add(dependency)
+            pool.Add(found[name])
+
+    for name in found:
+        add(name)
+    return pool
