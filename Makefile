@@ -20,7 +20,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --retries 5
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos check format protos parity clean
+.PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos contract check format protos parity clean
 
 help: ## show this help
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -55,6 +55,10 @@ test-e2e: $(READY) ## real processes over Mooncake
 
 test-chaos: $(READY) ## real processes, hurt on purpose
 	$(BIN)/python -m pytest -q tests/chaos $(PYTEST_ARGS)
+
+contract: $(READY) ## the API, by clients that nobody here wrote (brings schemathesis along)
+	$(PIP) install -q "schemathesis>=4,<5"
+	$(BIN)/python -m pytest -q tests/contract $(PYTEST_ARGS)
 
 parity: test-parity ## same as test-parity
 

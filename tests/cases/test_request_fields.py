@@ -6,10 +6,18 @@ import json
 import re
 from typing import Any
 
+import grpc.aio
 import pytest
 
-from tests.cases.pictures import body, file, quad, text
+from epd.jobs import Stage
+from protos.epd.v1 import gateway_pb2, gateway_pb2_grpc
+from tests.cases.pictures import body as question
+from tests.cases.pictures import file, quad, text
 from tests.e2e.cluster import Cluster
+from tests.e2e.gateway_house import CHAT, House, raw
+from tests.e2e.http_client import Reply, post
+
+pytestmark = pytest.mark.timeout(120)
 
 PICTURE = file(quad())
 SCHEMA = {
@@ -21,7 +29,7 @@ SCHEMA = {
 
 
 def said(cluster: Cluster, **fields: Any) -> Any:
-    reply = cluster.chat(body(PICTURE, text("What is it?"), **fields))
+    reply = cluster.chat(question(PICTURE, text("What is it?"), **fields))
     assert reply.status == 200, reply.body
     return reply.json["choices"][0]
 
@@ -65,6 +73,137 @@ def test_one_of_the_choices(cluster: Cluster) -> None:
     ],
 )
 def test_a_bad_grammar_is_400(cluster: Cluster, fields: dict[str, Any], param: str) -> None:
-    reply = cluster.chat(body(text("hello"), **fields))
+    reply = cluster.chat(question(text("hello"), **fields))
     assert reply.status == 400
     assert reply.error["param"] == param
+
+
+# --- over scripted stages --------------------------------------------------------------------
+
+
+def refused(reply: Reply, param: str | None) -> dict[str, Any]:
+    assert reply.status == 400, reply.body
+    error: dict[str, Any] = reply.json()["error"]
+    assert error["param"] == param
+    return error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_req_01_max_tokens(house: House, name: str, stream: bool) -> None:
+    for value in (0, -1, 1.5, "5", 2**31, 2**63, True):
+        refused(await house.chat(**{"max_tokens": None, name: value, "stream": stream}), name)
+    for value in (None, 1, 64):
+        fields = {"max_tokens": None, name: value, "stream": stream}
+        assert (await house.chat(**fields)).status == 200
+    both = {"max_tokens": 5, "max_completion_tokens": 6, "stream": stream}
+    refused(await house.chat(**both), "max_tokens")
+
+
+async def test_req_02_over_length_states_true_numbers(house: House) -> None:
+    limit = house.gateway.service.preparer.max_context
+    usage = (await house.chat(images=1, max_tokens=1)).json()["usage"]
+    used, images = usage["prompt_tokens"], usage["prompt_tokens_details"]["image_tokens"]
+    error = refused(await house.chat(images=1, max_tokens=limit - used + 1), "max_tokens")
+    assert error["code"] == "context_length_exceeded"
+    numbers = [int(number) for number in re.findall(r"\d+", error["message"])]
+    assert numbers == [limit, limit + 1, used - images, images, limit - used + 1]
+    assert (await house.chat(images=1, max_tokens=limit - used)).status == 200
+
+
+async def test_req_03_limits_are_the_smallest_workers(empty: House) -> None:
+    empty.capacity = {"max_context": 60, "max_rows": 3}
+    for stage in Stage:
+        await empty.add(stage)
+    refused(await empty.chat(max_tokens=60), "max_tokens")
+    error = refused(await empty.chat(images=1, max_tokens=1), "messages")
+    assert "at most 3" in error["message"]
+    assert empty.journal == [], "nothing reached a worker"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logit_bias": {"191222": -100}}, "logit_bias.191222"),
+        ({"logit_bias": {"-1": 5}}, "logit_bias.-1"),
+        ({"logit_bias": {"abc": 1}}, "logit_bias.abc"),
+        ({"logit_bias": {"0": 101}}, "logit_bias.0"),
+        ({"stop_token_ids": [10**9]}, "stop_token_ids[0]"),
+        ({"bad_words": ["x"]}, "bad_words"),
+    ],
+)
+async def test_req_04_ids_outside_the_vocabulary(
+    house: House, fields: dict[str, Any], param: str
+) -> None:
+    refused(await house.chat(**fields), param)
+    assert house.journal == []
+
+
+NUMBERS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"]
+
+
+@pytest.mark.parametrize("name", [*NUMBERS, "repetition_penalty"])
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+async def test_req_05_numbers_that_are_none(house: House, name: str, value: str) -> None:
+    body = raw().removesuffix(b"}") + f', "{name}": {value}}}'.encode()
+    assert (await post(house.http, CHAT, body)).status == 400
+    options = gateway_pb2.GenerationOptions(**{name: float(value)})
+    user = gateway_pb2.Message(
+        role=gateway_pb2.ROLE_USER, parts=[gateway_pb2.ContentPart(text="what?")]
+    )
+    request = gateway_pb2.ChatRequest(messages=[user], options=options)
+    async with grpc.aio.insecure_channel(house.grpc) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(gateway_pb2_grpc.GatewayStub(channel).Chat(request)))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+OPTIONAL = [
+    *NUMBERS, "repetition_penalty", "n", "seed", "stop", "logprobs", "top_logprobs", "logit_bias",
+    "max_completion_tokens", "min_tokens", "top_k", "ignore_eos", "stop_token_ids", "stream",
+    "stream_options", "response_format", "guided_json", "guided_regex", "guided_choice", "tools",
+    "tool_choice", "parallel_tool_calls", "user", "metadata", "store", "timeline",
+]  # fmt: skip
+
+
+async def test_req_08_null_is_absent(house: House) -> None:
+    plain = (await house.chat()).json()["choices"]
+    for names in [*([name] for name in OPTIONAL), OPTIONAL]:
+        reply = await house.chat(**dict.fromkeys(names))
+        assert reply.status == 200, (names, reply.body)
+        assert reply.json()["choices"] == plain
+    scored = (await house.chat(logprobs=True, top_logprobs=None)).json()["choices"][0]
+    assert scored["logprobs"]["content"]
+
+
+async def test_req_10_a_plain_body_of_curl(house: House) -> None:
+    body = b'{"model":"demo","messages":[{"role":"user","content":"Hello!"}]}'
+    for kind in ("application/json", "application/x-www-form-urlencoded"):
+        assert (await post(house.http, CHAT, body, content_type=kind)).status == 200
+
+
+# --- numbers of real stages -------------------------------------------------------------------
+
+
+def test_req_06_tiny_temperatures_are_greedy(cluster: Cluster) -> None:
+    greedy = said(cluster, temperature=0, max_tokens=8)["message"]["content"]
+    assert greedy
+    for temperature in (1e-7, 5e-324, -0.0):
+        choice = said(cluster, temperature=temperature, max_tokens=8, logprobs=True)
+        assert choice["message"]["content"] == greedy
+    said(cluster, temperature=1e-4, max_tokens=8)
+
+
+def test_req_07_stop_forms_and_a_seed_of_ones_own(cluster: Cluster) -> None:
+    drawn = {"temperature": 2.0, "max_tokens": 12, "ignore_eos": True}
+
+    def content(**fields: Any) -> str:
+        text: str = said(cluster, **drawn, **fields)["message"]["content"]
+        return text
+
+    assert content(seed=42) == content(seed=42)
+    assert content(seed=42) != content(seed=43)
+    assert content() != content()
+    stop = content(seed=42)[3:6]
+    assert content(seed=42, stop=stop) == content(seed=42, stop=[stop])
+    assert stop not in content(seed=42, stop=stop)

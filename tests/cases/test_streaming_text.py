@@ -1,0 +1,208 @@
+"""Cases STR-*: what streams say, token by token, over scripted stages.
+
+Every split of a text into tokens must give the text of the whole answer; the units below
+are tested in `tests/unit/test_text_output.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from epd.errors import ErrorKind
+from epd.jobs import Stage
+from protos.epd.v1 import common_pb2
+from tests.e2e.fake_stages import Call, fail
+from tests.e2e.gateway_house import House
+
+pytestmark = pytest.mark.timeout(60)
+ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+WORLD = "á👩‍🚀漢字🇨🇭ไทย"
+
+
+def script(house: House, text: str, seed: int) -> None:
+    """Tokens of `text`, cut at random places (a seed of 0: one character each)."""
+    tokenizer, chance = house.gateway.service.tokenizer, random.Random(seed)
+    pieces, at = [], 0
+    while at < len(text):
+        size = chance.randint(1, 4) if seed else 1
+        pieces.append(text[at : at + size])
+        at += size
+    house.script.output = [
+        token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False).ids
+    ]
+
+
+def deltas(events: list[Any]) -> list[str]:
+    return [
+        choice["delta"].get("content", "")
+        for event in events
+        if event != "[DONE]"
+        for choice in event.get("choices", ())
+    ]
+
+
+def terminal(events: list[Any]) -> Any:
+    """The one terminal of a stream: exactly one, then [DONE], and nothing after it."""
+    assert events.count("[DONE]") == 1
+    assert events[-1] == "[DONE]"
+    found = [
+        e for e in events[:-1] if "error" in e or any(c["finish_reason"] for c in e["choices"])
+    ]
+    assert len(found) == 1, found
+    rest = events[events.index(found[0]) + 1 : -1]
+    assert all(event["choices"] == [] for event in rest), "only usage may follow"
+    return found[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("stop", "kept"),
+    [
+        ("DEFGHIJ", "ABC"),
+        (ALPHABET[2:], "AB"),
+        (["xy", "CDX", "MNO"], ALPHABET[:12]),
+        (["DE", "DEF"], "ABC"),
+        (["Q?", "ZZ"], ALPHABET),
+    ],
+)
+async def test_str_01_str_03_nothing_of_a_stop_string_is_sent(
+    house: House, seed: int, stop: Any, kept: str
+) -> None:
+    script(house, ALPHABET, seed)
+    events = await house.stream(stop=stop)
+    whole = (await house.chat(stop=stop)).json()
+    assert "".join(deltas(events)) == kept == whole["choices"][0]["message"]["content"]
+    assert terminal(events)["choices"][0]["finish_reason"] == "stop"
+    so_far = ""
+    for delta in deltas(events):
+        so_far += delta
+        assert kept.startswith(so_far)
+
+
+async def test_str_02_held_text_is_let_out_at_the_end(house: House) -> None:
+    script(house, ALPHABET, 1)
+    for finish, name in (
+        (common_pb2.FINISH_REASON_STOP, "stop"),
+        (common_pb2.FINISH_REASON_LENGTH, "length"),
+    ):
+        house.script.finish = finish
+        events = await house.stream(stop="XYZ?")
+        assert "".join(deltas(events)) == ALPHABET
+        assert terminal(events)["choices"][0]["finish_reason"] == name
+
+
+async def test_str_03_a_match_cancels_decode_and_counts_what_was_sampled(house: House) -> None:
+    script(house, ALPHABET, 0)
+    made = [0]
+
+    async def slow(call: Call) -> None:
+        made[0] = call.token
+        await asyncio.sleep(0.01)
+
+    house.script.hooks["decode.token"] = slow
+    usage = (await house.chat(stop="CDE")).json()["usage"]
+    await house.settled()
+    assert usage["completion_tokens"] == 5
+    assert made[0] < 15, "decode went on"
+    assert "decode: Cancel" in house.journal
+    reply = await house.chat(include_stop_str_in_output=True)
+    assert reply.json()["error"]["param"] == "include_stop_str_in_output"
+
+
+@pytest.mark.parametrize("stop", [None, "MN", "漢"])
+@pytest.mark.parametrize("per_message", [1, 3])
+async def test_str_04_logprobs_of_a_chunk_are_its_text(
+    house: House, stop: str | None, per_message: int
+) -> None:
+    script(house, f"AB{WORLD}{ALPHABET}", 2)
+    house.script.tokens_per_message = per_message
+    for event in (await house.stream(stop=stop, logprobs=True))[:-1]:
+        for choice in event["choices"]:
+            entries = (choice["logprobs"] or {"content": ()})["content"]
+            joined = b"".join(bytes(entry["bytes"]) for entry in entries)
+            assert joined.decode() == choice["delta"].get("content", "")
+
+
+@pytest.mark.parametrize("per_message", [1, 2, 3, 7])
+async def test_str_05_characters_are_never_broken(house: House, per_message: int) -> None:
+    script(house, WORLD, 0)
+    house.script.tokens_per_message = per_message
+    found = deltas(await house.stream())
+    assert "".join(found) == WORLD
+    assert "\ufffd" not in "".join(found)
+    house.script.output = house.script.output[:-1]  # ends in half a character
+    cut = deltas(await house.stream())
+    assert "".join(cut) == house.gateway.service.tokenizer.decode(house.script.output)
+    assert "\ufffd" not in "".join(cut[:-2]), "decided before the end"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        (ErrorKind.OVERLOADED, 429),
+        (ErrorKind.STAGE_UNAVAILABLE, 503),
+        (ErrorKind.INVALID_REQUEST, 400),
+        (ErrorKind.DEADLINE_EXCEEDED, 504),
+        (ErrorKind.INTERNAL, 500),
+    ],
+)
+async def test_str_07_str_10_every_fault_has_its_status_or_one_event(
+    house: House, kind: ErrorKind, status: int
+) -> None:
+    house.script.hooks["prefill.job"] = fail(kind)
+    assert (await house.chat(stream=True)).status == status
+    del house.script.hooks["prefill.job"]
+
+    async def breaks(call: Call) -> None:
+        if call.token >= 3:
+            await fail(kind)(call)
+
+    house.script.hooks["decode.token"] = breaks
+    event = terminal(await house.stream())
+    if kind is ErrorKind.OVERLOADED:  # pushed out of decode: it goes on from where it was
+        assert event["choices"][0]["finish_reason"] == "stop"
+    else:
+        assert event["error"]["code"] == str(kind)
+
+
+@pytest.mark.parametrize("point", ["prefill.first", "decode.fetch", "decode.token"])
+async def test_str_07_a_worker_that_dies_ends_the_stream_once(house: House, point: str) -> None:
+    async def dies(call: Call) -> None:
+        await call.worker.stop()
+
+    house.script.hooks[point] = dies
+    reply = await house.chat(stream=True)
+    if reply.status == 200:
+        assert terminal(reply.events())["error"]["code"] == "stage_unavailable"
+    else:
+        assert reply.status == 503
+
+
+async def test_str_10_an_unknown_finish_reason_is_our_fault(house: House) -> None:
+    house.script.finish = 99
+    event = terminal(await house.stream())
+    assert event["error"]["code"] == "internal_error"
+    assert "Traceback" not in event["error"]["message"]
+
+
+async def test_str_08_done_is_last_in_many_streams(empty: House) -> None:
+    for stage in Stage:
+        await empty.add(stage)
+    options = {"include_usage": True}
+    many = [empty.stream(stream_options=options) for _ in range(8)]
+    for events in await asyncio.gather(*many):
+        terminal(events)
+        assert events[-2]["usage"]["total_tokens"] > 0
+
+
+async def test_str_09_a_slow_stream_comes_whole(house: House) -> None:
+    async def slow(call: Call) -> None:
+        await asyncio.sleep(0.02)
+
+    script(house, ALPHABET, 0)
+    house.script.hooks["decode.token"] = slow
+    assert "".join(deltas(await house.stream())) == ALPHABET
