@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from epd.child import READY_PREFIX, command_line
+from epd.lifetime import expect_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_CHECKPOINT = ROOT / "demo" / "checkpoint"
@@ -112,7 +113,7 @@ class Worker:
             self.process = subprocess.Popen(
                 command_line(self.role, self.settings),
                 cwd=ROOT,
-                env=self.environ,
+                env=expect_parent(self.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
