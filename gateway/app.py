@@ -33,6 +33,7 @@ from gateway.responses import (
     read_body,
     unless_gone,
 )
+from gateway.responses_api import ResponseEncoder, parse_response
 from gateway.schema import ChatCall, parse_body
 from gateway.tokens import detokenize, tokenize
 
@@ -59,6 +60,13 @@ def build_app(service: ChatService, vocab_size: int, fingerprint: str) -> FastAP
         request.state.request_id = request_id
         with logs.bind(request_id):
             return await _answer(request, request_id, service, partial(_completion, vocab_size))
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        request_id = new_request_id("resp")
+        request.state.request_id = request_id
+        with logs.bind(request_id):
+            return await _answer(request, request_id, service, partial(_response, vocab_size))
 
     @app.post("/tokenize")
     async def tokenize_route(request: Request) -> Response:
@@ -138,7 +146,8 @@ def counts(service: ChatService) -> dict[str, int]:
     }
 
 
-Form = Callable[[bytes, LimitsConfig], tuple[ChatCall, type[Encoder | CompletionEncoder]]]
+AnswerForm = Encoder | CompletionEncoder | ResponseEncoder
+Form = Callable[[bytes, LimitsConfig], tuple[ChatCall, type[AnswerForm]]]
 """Checks a body; says how to encode the answer."""
 
 
@@ -150,6 +159,12 @@ def _completion(
     vocab_size: int, body: bytes, limits: LimitsConfig
 ) -> tuple[ChatCall, type[CompletionEncoder]]:
     return parse_completion(body, limits, vocab_size), CompletionEncoder
+
+
+def _response(
+    vocab_size: int, body: bytes, limits: LimitsConfig
+) -> tuple[ChatCall, type[ResponseEncoder]]:
+    return parse_response(body, limits, vocab_size), ResponseEncoder
 
 
 async def _body(request: Request, service: ChatService) -> bytes:

@@ -14,13 +14,13 @@ from typing import Any
 import orjson
 
 from epd.config import LimitsConfig
-from epd.errors import invalid
+from epd.errors import EpdError, invalid
 from epd.text.output import TextToken
 from epd.text.vocabulary import Vocabulary
 from gateway.chat import Answer, Part
 from gateway.content import Conversation, check_text
 from gateway.fields import Fields
-from gateway.openai import DONE, event, finite, usage_json
+from gateway.openai import DONE, error_event, event, finite, usage_json
 from gateway.schema import (
     ACCEPTED,
     NOT_SERVED,
@@ -129,6 +129,10 @@ class CompletionEncoder:
             return DONE
         usage = usage_json(self._answer.usage)
         return event({**self._head, "choices": [], "usage": usage}) + DONE
+
+    def error(self, error: EpdError) -> bytes:
+        """What ends a stream that fails after it began."""
+        return error_event(error)
 
     def whole(self, parts: Sequence[Part]) -> bytes:
         choices = [

@@ -64,6 +64,10 @@ class Encoder:
         body = {**self._chunk_head(), "choices": [], "usage": usage_json(answer.usage)}
         return event(body) + DONE
 
+    def error(self, error: EpdError) -> bytes:
+        """What ends a stream that fails after it began."""
+        return error_event(error)
+
     def whole(self, parts: Sequence[Part]) -> bytes:
         """The body of an answer that is not streamed."""
         answer = self._answer

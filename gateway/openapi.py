@@ -102,6 +102,17 @@ _SCHEMAS: dict[str, Any] = {
         logprobs=_between(0, 5, _INTEGER),
         **_GENERATION,
     ),
+    "ResponseRequest": {
+        "type": "object",
+        "required": ["model", "input"],
+        "properties": {
+            "model": _STRING,
+            "input": {"oneOf": [_STRING, {"type": "array", "items": {"type": "object"}}]},
+            "instructions": _STRING,
+            "max_output_tokens": _between(1, 2**31 - 1, _INTEGER),
+            "stream": _BOOLEAN,
+        },
+    },
     "TokenizeRequest": _object([], model=_STRING, prompt=_PROMPT, messages=_MESSAGES, **_TOOLS),
     "DetokenizeRequest": _object(["tokens"], model=_STRING, tokens=_IDS),
     "Message": {
@@ -183,6 +194,9 @@ _PATHS: dict[str, Any] = {
     },
     "/v1/completions": {
         "post": _operation("Go on with a prompt.", "Answer", "CompletionRequest", stream=True)
+    },
+    "/v1/responses": {
+        "post": _operation("Answer, statelessly.", "Any", "ResponseRequest", stream=True)
     },
     "/v1/models": {"get": _operation("What is served.", "Any")},
     "/tokenize": {"post": _operation("Ids of a prompt.", "Any", "TokenizeRequest")},

@@ -14,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 
 from epd.errors import EpdError, ErrorKind
 from gateway.chat import Answer, Part
-from gateway.openai import error_event
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -114,6 +113,7 @@ class AnswerEncoder(Protocol):
     def part(self, part: Part) -> bytes: ...
     def last(self) -> bytes: ...
     def whole(self, parts: Sequence[Part]) -> bytes: ...
+    def error(self, error: EpdError) -> bytes: ...
 
 
 class EventStream(Response):
@@ -177,6 +177,6 @@ class EventStream(Response):
                     yield chunk
         except EpdError as error:
             _log.warning("stream ends with %s: %s", error.kind, error.message)
-            yield error_event(error)
+            yield encoder.error(error)
             return
         yield encoder.last()

@@ -101,7 +101,12 @@ def parse_body(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCall:
     Raises:
         EpdError: INVALID_REQUEST naming the field (`param`) as the client wrote it.
     """
-    fields = Fields(load_json(body), "")
+    return parse_chat(load_json(body), limits, vocab_size)
+
+
+def parse_chat(value: Any, limits: LimitsConfig, vocab_size: int) -> ChatCall:
+    """See `parse_body`."""
+    fields = Fields(value, "")
     model = fields.required_string("model")
     conversation = read_messages(fields.take("messages"), limits)
     generation = read_generation(fields, limits, vocab_size)

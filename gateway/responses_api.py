@@ -1,0 +1,307 @@
+"""POST /v1/responses, stateless: one answer, nothing kept. What needs state is refused.
+
+The body is translated to that of a chat and takes the same checks; names of fields in
+errors are translated back.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from epd.config import LimitsConfig
+from epd.errors import EpdError
+from epd.jobs import FinishReason
+from epd.text.vocabulary import Vocabulary
+from gateway.chat import Answer, Part
+from gateway.fields import Fields
+from gateway.schema import ChatCall, load_json, parse_chat
+
+_NOT_SERVED: dict[str, Sequence[Any]] = {
+    "store": (False,),
+    "background": (False,),
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "include": ([],),
+    "reasoning": ({},),
+    "truncation": ("disabled",),
+    "max_tool_calls": (),
+    "top_logprobs": (0,),
+    "service_tier": ("auto", "default"),
+    "prompt_cache_key": (),
+    "prompt_cache_retention": (),
+    "stream_options": ({},),
+    "context_management": ([],),
+}
+_SAME = (
+    *("model", "stream", "user", "metadata", "safety_identifier", "parallel_tool_calls"),
+    *("temperature", "top_p", "seed", "stop", "top_k", "min_p", "repetition_penalty"),
+)
+"""Fields that have the same name and meaning in a chat."""
+_BACK = (
+    (re.compile(r"^max_completion_tokens"), "max_output_tokens"),
+    (re.compile(r"^response_format(\.json_schema)?"), "text.format"),
+    (re.compile(r"^(tools\[\d+\])\.function"), r"\1"),
+    (re.compile(r"^tool_choice\.function"), "tool_choice"),
+)
+_PARTS = {"input_text": "text", "output_text": "text", "text": "text"}
+
+
+def parse_response(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCall:
+    """Check a JSON body.
+
+    Raises:
+        EpdError: INVALID_REQUEST naming the field as the client wrote it.
+    """
+    fields = Fields(load_json(body), "")
+    chat: dict[str, Any] = {name: fields.take(name) for name in _SAME}
+    chat["max_completion_tokens"] = fields.take("max_output_tokens")
+    chat["response_format"] = _format(fields)
+    chat["tools"] = [_tool(tool) for tool in fields.array("tools") or ()] or None
+    chat["tool_choice"] = _tool_choice(fields.take("tool_choice"))
+    instructions = fields.string("instructions")
+    first = [{"role": "system", "content": instructions}] if instructions else []
+    chat["messages"] = [*first, *_messages(fields)]
+    fields.refuse(_NOT_SERVED, "is not supported")
+    fields.done()
+    try:
+        return parse_chat(chat, limits, vocab_size)
+    except EpdError as error:
+        raise _named_back(error, len(first)) from error
+
+
+def _named_back(error: EpdError, offset: int) -> EpdError:
+    old = new = error.param or ""
+    for pattern, name in _BACK:
+        new = pattern.sub(name, new)
+    new = re.sub(r"^messages\[(\d+)\]", lambda at: f"input[{int(at[1]) - offset}]", new)
+    new = "input" if new == "messages" else new
+    message = error.message.replace(old, new) if old else error.message
+    return EpdError(error.kind, message, param=new or None, retry_after_s=error.retry_after_s)
+
+
+def _format(fields: Fields) -> Any:
+    value = fields.take("text")
+    if value is None:
+        return None
+    inner = Fields(value, "text")
+    found = inner.take("format")
+    inner.refuse({"verbosity": ("medium",)}, "is not supported")
+    inner.done()
+    if isinstance(found, Mapping) and found.get("type") == "json_schema":
+        schema = {key: item for key, item in found.items() if key != "type"}
+        return {"type": "json_schema", "json_schema": schema}
+    return found
+
+
+def _tool(value: Any) -> Any:
+    if not isinstance(value, Mapping) or value.get("type") != "function":
+        return value
+    function = {key: item for key, item in value.items() if key != "type"}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(value: Any) -> Any:
+    return _tool(value) if isinstance(value, Mapping) else value
+
+
+def _messages(fields: Fields) -> list[Any]:
+    value = fields.take("input")
+    if value is None:
+        raise fields.wrong("input", "is missing")
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise fields.wrong("input", "must be a text or an array of items")
+    return [_item(item, f"input[{at}]") for at, item in enumerate(value)]
+
+
+def _item(value: Any, path: str) -> dict[str, Any]:
+    item = Fields(value, path)
+    kind = item.string("type") or "message"
+    for ignored in ("id", "status"):  # what an earlier answer said of itself
+        item.string(ignored)
+    if kind == "function_call":
+        function = {"name": item.take("name"), "arguments": item.take("arguments")}
+        call = {"id": item.take("call_id"), "type": "function", "function": function}
+        message: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
+    elif kind == "function_call_output":
+        call_id, output = item.take("call_id"), _content(item.take("output"))
+        message = {"role": "tool", "tool_call_id": call_id, "content": output}
+    elif kind == "message":
+        message = {"role": item.take("role"), "content": _content(item.take("content"))}
+    else:
+        raise item.wrong("type", f"{kind!r} is not supported")
+    item.done()
+    return message
+
+
+def _content(value: Any) -> Any:
+    return [_part(part) for part in value] if isinstance(value, list) else value
+
+
+def _part(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    kind = value.get("type")
+    if kind in _PARTS:
+        dropped = ("annotations", "logprobs")  # of an earlier answer; they are no input
+        return {k: v for k, v in value.items() if k not in dropped} | {"type": _PARTS[kind]}
+    if kind == "input_image" and "file_id" not in value:
+        more = {key: item for key, item in value.items() if key not in ("type", "image_url")}
+        return {"type": "image_url", "image_url": {"url": value.get("image_url"), **more}}
+    return value
+
+
+class ResponseEncoder:
+    """Encodes one answer in the form of /v1/responses."""
+
+    def __init__(self, answer: Answer, model: str, vocabulary: Vocabulary) -> None:
+        self._answer = answer
+        self._model = model
+        self._created = int(time.time())
+        self._sequence = 0
+        self._output: list[dict[str, Any]] = []
+        """Items; the last one may be open."""
+        self._open = False
+
+    def first(self) -> bytes:
+        created = self._event("response.created", response=self._response("in_progress"))
+        return created + self._event("response.in_progress", response=self._response("in_progress"))
+
+    def part(self, part: Part) -> bytes:
+        chunks: list[bytes] = []
+        if part.piece is not None and part.piece.text:
+            chunks += self._text(part.piece.text)
+        for call in part.calls:
+            if call.id:
+                chunks += [*self._close(), self._start_call(call.id, call.name)]
+            chunks.append(self._arguments(call.arguments))
+        if part.reason is not None:
+            chunks += self._close()
+        return b"".join(chunks)
+
+    def last(self) -> bytes:
+        status = self._status()
+        return self._event(f"response.{status}", response=self._response(status))
+
+    def whole(self, parts: Sequence[Part]) -> bytes:
+        for part in parts:
+            self.part(part)
+        return orjson.dumps(self._response(self._status()))
+
+    def error(self, error: EpdError) -> bytes:
+        """The event that ends a stream with a fault."""
+        response = self._response("failed")
+        response["error"] = {"code": "server_error", "message": error.message}
+        return self._event("response.failed", response=response)
+
+    # --- items -------------------------------------------------------------------------
+
+    def _text(self, text: str) -> list[bytes]:
+        chunks: list[bytes] = []
+        if not self._open or self._output[-1]["type"] != "message":
+            chunks = [*self._close(), *self._start_message()]
+        self._output[-1]["content"][0]["text"] += text
+        chunks.append(
+            self._event("response.output_text.delta", **self._place(0), delta=text, logprobs=[])
+        )
+        return chunks
+
+    def _start_message(self) -> list[bytes]:
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        item = {"type": "message", "id": f"msg_{secrets.token_hex(12)}", "role": "assistant"}
+        added = self._add({**item, "status": "in_progress", "content": []})
+        self._output[-1]["content"].append(part)
+        return [added, self._event("response.content_part.added", **self._place(0), part=part)]
+
+    def _start_call(self, identity: str, name: str) -> bytes:
+        item = {"type": "function_call", "id": f"fc_{secrets.token_hex(12)}", "call_id": identity}
+        return self._add({**item, "name": name, "arguments": "", "status": "in_progress"})
+
+    def _arguments(self, text: str) -> bytes:
+        self._output[-1]["arguments"] += text
+        return self._event("response.function_call_arguments.delta", **self._place(), delta=text)
+
+    def _add(self, item: dict[str, Any]) -> bytes:
+        self._output.append(item)
+        self._open = True
+        at = len(self._output) - 1
+        return self._event("response.output_item.added", output_index=at, item=item)
+
+    def _close(self) -> list[bytes]:
+        if not self._open:
+            return []
+        self._open = False
+        item = self._output[-1]
+        item["status"] = "completed"
+        if item["type"] == "message":
+            part = item["content"][0]
+            done = [
+                self._event(
+                    "response.output_text.done", **self._place(0), text=part["text"], logprobs=[]
+                ),
+                self._event("response.content_part.done", **self._place(0), part=part),
+            ]
+        else:
+            kind, text = "response.function_call_arguments.done", item["arguments"]
+            done = [self._event(kind, **self._place(), name=item["name"], arguments=text)]
+        at = len(self._output) - 1
+        return [*done, self._event("response.output_item.done", output_index=at, item=item)]
+
+    def _place(self, content: int | None = None) -> dict[str, Any]:
+        place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+        return place if content is None else {**place, "content_index": content}
+
+    # --- the response ------------------------------------------------------------------
+
+    def _status(self) -> str:
+        return "incomplete" if self._answer.reason is FinishReason.LENGTH else "completed"
+
+    def _response(self, status: str) -> dict[str, Any]:
+        answer = self._answer
+        asked = answer.call.generation
+        usage = answer.usage
+        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": answer.request_id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": why,
+            "instructions": None,
+            "max_output_tokens": asked.max_tokens,
+            "metadata": {},
+            "model": self._model,
+            "output": self._output,
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": asked.sampling.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": asked.sampling.top_p,
+            "truncation": "disabled",
+            "usage": None
+            if status in ("in_progress", "failed")
+            else {
+                "input_tokens": usage.prompt,
+                "input_tokens_details": {"cached_tokens": usage.cached},
+                "output_tokens": usage.completion,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage.prompt + usage.completion,
+            },
+        }
+
+    def _event(self, kind: str, **body: Any) -> bytes:
+        data = orjson.dumps({"type": kind, "sequence_number": self._sequence, **body})
+        self._sequence += 1
+        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"

@@ -1,0 +1,112 @@
+"""The official client's Responses API, stateless."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from epd.errors import ErrorKind
+from epd.jobs import Stage
+from tests.e2e.fake_stages import fail
+from tests.e2e.gateway_house import House, picture
+from tests.e2e.http_client import post
+from tests.e2e.test_gateway_tools import CALL, WEATHER, say
+
+pytestmark = pytest.mark.timeout(60)
+TOOL = {"type": "function", "strict": False, **WEATHER["function"]}
+
+
+def connect(house: House) -> openai.AsyncOpenAI:
+    url = f"http://{house.http}/v1"
+    return openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0, timeout=20)
+
+
+async def test_whole_and_streamed(house: House) -> None:
+    image = {"type": "input_image", "detail": "auto", "image_url": picture()["image_url"]["url"]}
+    text = {"type": "input_text", "text": "What?"}
+    ask: dict[str, Any] = {
+        "model": "demo",
+        "instructions": "short",
+        "input": [{"role": "user", "content": [image, text]}],
+    }
+    async with connect(house) as client:
+        whole = await client.responses.create(**ask)
+        async with client.responses.stream(**ask) as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_response()
+    expected = house.gateway.service.tokenizer.decode(house.script.output)
+    assert whole.output_text == final.output_text == expected
+    assert (whole.status, whole.store) == ("completed", False)
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == len(house.script.output)
+    assert kinds[0] == "response.created"
+    assert kinds[-1] == "response.completed"
+    assert len(house.script.jobs_of(Stage.PREFILL)[0].items) == 1
+
+
+async def test_tools_and_results(tools: House) -> None:
+    say(tools, f"Look.\n{CALL}")
+    async with connect(tools) as client:
+        ask: dict[str, Any] = {"model": "demo", "input": "Weather?", "tools": [TOOL]}
+        first = await client.responses.create(**ask)
+        message, call = first.output
+        assert (message.type, call.type) == ("message", "function_call")
+        assert json.loads(call.arguments) == {"city": "Bern"}
+        async with client.responses.stream(**ask) as stream:
+            async for _ in stream:
+                pass
+            streamed = await stream.get_final_response()
+        assert [item.type for item in streamed.output] == ["message", "function_call"]
+        say(tools, "Coat.")
+        history = [
+            {"role": "user", "content": "Weather?"},
+            *(item.model_dump(exclude_none=True) for item in first.output),
+            {"type": "function_call_output", "call_id": call.call_id, "output": "rain"},
+        ]
+        second = await client.responses.create(model="demo", input=history, tools=[TOOL])
+    assert second.output_text == "Coat."
+
+
+async def test_length_and_a_fault_in_the_stream(house: House) -> None:
+    async with connect(house) as client:
+        cut = await client.responses.create(model="demo", input="a", max_output_tokens=1)
+        assert cut.status == "incomplete"
+
+        async def breaks(call: Any) -> None:
+            if call.token == 3:
+                await fail(ErrorKind.INTERNAL)(call)
+
+        house.script.hooks["decode.token"] = breaks
+        stream = await client.responses.create(model="demo", input="a", stream=True)
+        kinds = [event.type async for event in stream]
+    assert kinds[-1] == "response.failed"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"include": ["x"]}, "include"),
+        ({"n": 2}, "n"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": []}, "input"),
+        ({"input": None}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role"),
+        (
+            {"instructions": "x", "input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ],
+)
+async def test_what_is_refused_is_named(house: House, fields: dict[str, Any], param: str) -> None:
+    reply = await post(house.http, "/v1/responses", {"model": "demo", "input": "a", **fields})
+    assert (reply.status, reply.json()["error"]["param"]) == (400, param)
