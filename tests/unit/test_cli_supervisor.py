@@ -138,6 +138,18 @@ async def test_a_stage_that_never_gets_ready_has_failed(
     assert not any(child.running for child in supervisor.children)
 
 
+async def test_ctrl_c_while_starting_stops_what_was_started(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODE_PREFILL", "silent")
+    supervisor = make()
+    serving = asyncio.create_task(supervisor.serve())
+    await until(lambda: supervisor.gateway.ready.is_set())
+    supervisor.stop()
+    assert await serving == 0
+    assert not any(child.running for child in supervisor.children)
+
+
 async def test_a_dead_worker_and_a_dead_gateway_come_back(make: Make) -> None:
     supervisor = make()
     serving = asyncio.create_task(supervisor.serve())
