@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from tests.e2e.gateway_house import empty, house, loaded  # noqa: F401 (fixtures
 
 MakeCluster = Callable[..., Cluster]
 PICTURES = ROOT / "demo" / "pictures"
+
+
+COLOUR = "What colour is the circle?"
 
 
 def picture(name: str) -> bytes:
@@ -34,6 +39,32 @@ def user(*parts: str | bytes) -> dict[str, Any]:
         for part in parts
     ]
     return {"role": "user", "content": content}
+
+
+def grey_png(width: int, height: int, shade: int = 128) -> bytes:
+    """A grey picture, and with huge sizes a header that nobody should decode."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    rows = b"" if width * height > 1 << 24 else (b"\0" + bytes([shade]) * width) * height
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
+
+
+def answer(client: OpenAI, *parts: str | bytes, **options: Any) -> str:
+    completions: Any = client.chat.completions
+    model = client.models.list().data[0].id
+    options = {"temperature": 0, **options}
+    reply = completions.create(model=model, messages=[user(*parts)], **options)
+    return str(reply.choices[0].message.content)
 
 
 def demo_questions() -> list[dict[str, Any]]:
@@ -62,10 +93,12 @@ def make_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeClust
     assert not faults, faults
 
 
-@pytest.fixture(scope="module")
-def shared(make_cluster: MakeCluster) -> Cluster:
-    """One worker of each stage with the demo checkpoint."""
-    return make_cluster()
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One worker of each stage with the demo checkpoint, for tests that don't hurt it."""
+    cluster = Cluster(tmp_path_factory.mktemp("shared")).start()
+    yield cluster
+    cluster.close()
 
 
 @pytest.fixture

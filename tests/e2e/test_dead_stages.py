@@ -1,0 +1,74 @@
+"""A dead or hung stage: a typed error soon, and work again when it is back."""
+
+from __future__ import annotations
+
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.e2e.cluster import STAGES, Cluster, Reply, request
+from tests.e2e.conftest import MakeCluster, grey_png, user
+
+
+@pytest.fixture(scope="module")
+def mortal(make_cluster: MakeCluster) -> Cluster:
+    """A service that tests may hurt; they leave it whole again."""
+    return make_cluster()
+
+
+def _ask(cluster: Cluster, model: str, shade: int, timeout_s: float = 30.0) -> Reply:
+    """A question about a picture of its own, so that every stage has work to do."""
+    messages = [user(grey_png(96, 96, shade), "Describe the image.")]
+    body = {"model": model, "messages": messages, "temperature": 0}
+    return request(cluster.address, "/v1/chat/completions", body, timeout_s)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_stage_is_503_and_works_when_it_is_back(mortal: Cluster, stage: str) -> None:
+    model, shade = mortal.model, 10 + STAGES.index(stage)
+    assert _ask(mortal, model, shade).status == 200
+    others = [member for member in mortal.members if member.role != stage]
+    pids = [member.pid for member in others]
+    mortal.worker(stage).end(signal.SIGKILL)
+    reply = _ask(mortal, model, shade + 30)
+    assert reply.status == 503, reply
+    assert reply.seconds < 2.0
+    assert reply.error["code"] in ("stage_unavailable", "transfer_failed")
+    assert stage in reply.error["message"]
+    assert request(mortal.address, "/health").status == 200
+    mortal.restart(stage)
+    assert _ask(mortal, model, shade + 60).status == 200
+    assert [member.pid for member in others] == pids
+    mortal.assert_clean()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_killed_in_the_middle(mortal: Cluster, stage: str) -> None:
+    """Requests under way end with a typed error or a whole answer; none hangs."""
+    model, shade = mortal.model, 120 + 10 * STAGES.index(stage)
+    with ThreadPoolExecutor(6) as pool:
+        replies = [pool.submit(_ask, mortal, model, shade + i) for i in range(6)]
+        time.sleep(0.15)
+        mortal.worker(stage).end(signal.SIGKILL)
+        done = [future.result() for future in replies]
+    assert {reply.status for reply in done} <= {200, 503}
+    for reply in done:
+        if reply.status == 503:
+            assert reply.error["type"] == "server_error"
+    mortal.restart(stage)
+    assert _ask(mortal, model, shade + 9).status == 200
+    mortal.assert_clean()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stopped_stage_is_an_error_within_8_seconds(mortal: Cluster, stage: str) -> None:
+    model, shade = mortal.model, 200 + STAGES.index(stage)
+    with mortal.paused(stage):
+        reply = _ask(mortal, model, shade)
+    assert reply.status == 503, reply
+    assert reply.seconds < 8.0
+    mortal.until_serving()
+    assert _ask(mortal, model, shade + 10).status == 200
+    mortal.assert_clean()
