@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any, Literal, get_args
 
 from epd.config import LimitsConfig
@@ -54,10 +55,11 @@ class GatewayService(pb_grpc.GatewayServicer):
 
     async def Chat(self, request: pb.ChatRequest, context: Any) -> AsyncIterator[pb.ChatEvent]:
         with self._access.admit(_authorization(context)):
-            async for event in self._chat(request, context):
-                yield event
+            async with aclosing(self._chat(request, context)) as events:
+                async for event in events:
+                    yield event
 
-    async def _chat(self, request: pb.ChatRequest, context: Any) -> AsyncIterator[pb.ChatEvent]:
+    async def _chat(self, request: pb.ChatRequest, context: Any) -> AsyncGenerator[pb.ChatEvent]:
         request_id = new_request_id()
         with logs.bind(request_id):
             call = call_from_proto(request, self._service.config.limits, self._vocab_size)

@@ -6,6 +6,7 @@ import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -166,5 +167,7 @@ class TypedErrors(grpc.aio.ServerInterceptor):
 
 
 async def _write_all(events: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    async for event in events:
-        await context.write(event)
+    # Closed here and now, not when it is collected: what it holds is let go at once.
+    async with aclosing(events):
+        async for event in events:
+            await context.write(event)
