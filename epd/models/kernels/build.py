@@ -63,7 +63,7 @@ def load() -> Library | None:
     try:
         path = _built(compiler, cache_folder())
         return Library(ctypes.CDLL(str(path)), _code_digest())
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home
         logger.warning("no kernels: %s", _reason(error))
         return None
 

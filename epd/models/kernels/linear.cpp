@@ -114,15 +114,16 @@ int64_t epd_linear_packed_bytes(int64_t n, int64_t k) {
 void epd_linear_pack(const bf16* w, int64_t ldw, int64_t n, int64_t k, bf16* out, int threads) {
   const int64_t pairs = (k + 1) / 2, panels = panels_of(n);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t panel = 0; panel < panels; ++panel)
-    for (int64_t j = 0; j < PANEL; ++j) {
-      const int64_t row = panel * PANEL + j;
-      bf16* to = out + panel * pairs * 64 + j * 2;
-      for (int64_t p = 0; p < pairs; ++p) {
-        to[p * 64] = row < n ? w[row * ldw + 2 * p] : 0;
-        to[p * 64 + 1] = row < n && 2 * p + 1 < k ? w[row * ldw + 2 * p + 1] : 0;
-      }
-    }
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    const int64_t first = panel * PANEL, rows = std::min(PANEL, n - first);
+    const bf16* from = w + first * ldw;
+    bf16* to = out + panel * pairs * 64;
+    if (rows < PANEL || k % 2) memset(to, 0, pairs * 64 * sizeof(bf16));
+    for (int64_t p = 0; p < k / 2; ++p)
+      for (int64_t j = 0; j < rows; ++j) memcpy(to + p * 64 + j * 2, from + j * ldw + 2 * p, 4);
+    if (k % 2)
+      for (int64_t j = 0; j < rows; ++j) to[(pairs - 1) * 64 + j * 2] = from[j * ldw + k - 1];
+  }
 }
 
 // y [m, n] = x [m, k] times weight, plus bias where there is one; rows ldx and ldy apart.
