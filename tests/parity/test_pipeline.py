@@ -28,12 +28,6 @@ TOLERANCE = 1e-4
 NEW_TOKENS = 12
 WHOLE = 4096
 CHUNKS = (1, 7, 64, WHOLE)
-CASES = [
-    (family, chunk)
-    for family in FAMILIES
-    # Idefics3 is SmolVLM's code under another name: one chunk size shows that it is served.
-    for chunk in (CHUNKS if family != "idefics3" else (7,))
-]
 
 
 def _request(conversation: Conversation) -> gateway_pb2.ChatRequest:
@@ -82,50 +76,17 @@ def _compare(answer: tuple[int, list[Any]], reference: Reference) -> int:
     return len(tokens)
 
 
-@pytest.fixture(scope="module")
-def service(
-    request: pytest.FixtureRequest,
-    tiny_checkpoint: TinyCheckpoint,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Any:
-    """(running service, what generate() says to each conversation) of one family."""
-    path: Path = tiny_checkpoint(request.param)
-    references = [
-        reference_generate(path, messages, images, NEW_TOKENS, eos_token_id=None)
-        for messages, images in CONCURRENT
-    ]
-    cluster = Cluster(
-        tmp_path_factory.mktemp(f"pipeline-{request.param}"),
-        checkpoint=path,
-        settings={"kv.block_tokens": 16},
-    )
-    _set_chunk(cluster, CHUNKS[0])
-    cluster.start()
-    try:
-        yield cluster, references
-    finally:
-        cluster.close()
-
-
-def _set_chunk(cluster: Cluster, tokens: int) -> bool:
-    """Whether prefill's setting has changed; it holds from its next start on."""
-    prefill = cluster.worker("prefill")
-    before = dict(prefill.settings)
+def _set_chunk(cluster: Cluster, tokens: int) -> None:
+    """Holds from prefill's next start on."""
     step = WHOLE if tokens == WHOLE else 512
-    prefill.settings |= {"prefill.chunk_tokens": str(tokens), "prefill.step_tokens": str(step)}
-    return prefill.settings != before
+    cluster.worker("prefill").settings |= {
+        "prefill.chunk_tokens": str(tokens),
+        "prefill.step_tokens": str(step),
+    }
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(("service", "chunk"), CASES, indirect=["service"])
-def test_the_pipeline_answers_as_generate_does(
-    service: tuple[Cluster, Sequence[Reference]], chunk: int
-) -> None:
-    cluster, references = service
-    if _set_chunk(cluster, chunk):
-        # Restart prefill, and nothing else, with another chunk size.
-        assert cluster.worker("prefill").end() == 0
-        cluster.restart("prefill")
+def _ask_all(cluster: Cluster, references: Sequence[Reference]) -> None:
+    """All conversations at once, compared with what generate() says to each."""
     with ThreadPoolExecutor(len(CONCURRENT)) as pool:
         answers = list(pool.map(lambda c: _ask(cluster.grpc_address, c), CONCURRENT))
     compared = [
@@ -134,3 +95,27 @@ def test_the_pipeline_answers_as_generate_does(
     # Ties are rare: if most were cut short, the comparison would prove nothing.
     assert sum(compared) > 0.8 * NEW_TOKENS * len(CONCURRENT), compared
     cluster.assert_clean()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_pipeline_answers_as_generate_does(
+    family: str, tiny_checkpoint: TinyCheckpoint, tmp_path: Path
+) -> None:
+    path = tiny_checkpoint(family)
+    references = [
+        reference_generate(path, messages, images, NEW_TOKENS, eos_token_id=None)
+        for messages, images in CONCURRENT
+    ]
+    cluster = Cluster(tmp_path, checkpoint=path, settings={"kv.block_tokens": 16})
+    _set_chunk(cluster, CHUNKS[0])
+    try:
+        cluster.start()
+        _ask_all(cluster, references)
+        for chunk in CHUNKS[1:]:
+            _set_chunk(cluster, chunk)
+            assert cluster.worker("prefill").end() == 0  # it, and nothing else, restarts
+            cluster.restart("prefill")
+            _ask_all(cluster, references)
+    finally:
+        cluster.close()
