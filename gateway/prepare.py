@@ -5,7 +5,6 @@ Everything slow runs off the event loop: images in threads, prompts in `PromptPo
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -14,17 +13,15 @@ from dataclasses import replace
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind, invalid
 from epd.jobs import ImageItem, SamplingParams
-from epd.sampling.grammar import Grammars
 from epd.text.messages import ImageSize
 from epd.text.prompt import PromptPlan
 from gateway.constraints import Constraint
+from gateway.grammars import GrammarChecker
 from gateway.images import Picture, PictureReader, Served
 from gateway.prompts import PromptPool
 from gateway.request import PlannedRequest
 from gateway.schema import ChatCall, Generation
 from gateway.workers import Limits
-
-_GRAMMAR_S = 5.0
 
 
 class Preparer:
@@ -38,8 +35,7 @@ class Preparer:
         self._prompts = prompts
         self._limits = limits
         self._reader = PictureReader(served, config)
-        spec = served.spec
-        self._grammars = Grammars(spec.path, spec.vocab_size, spec.eos_token_ids)
+        self._grammars = GrammarChecker(served.spec)
 
     @property
     def max_context(self) -> int:
@@ -91,20 +87,10 @@ class Preparer:
         return PromptPlan(call.prompt, ())
 
     async def _check_grammar(self, constraint: Constraint | None) -> None:
-        """Compile it here first, so that its fault has the name of the client's field."""
+        """Try it out here first, so that its fault has the name of the client's field."""
         if constraint is None:
             return
-        try:
-            async with asyncio.timeout(_GRAMMAR_S):
-                await self._grammars.compile(constraint.grammar, ())
-        except EpdError as error:
-            if error.mapping.users_fault:
-                reason = error.message.removeprefix("grammar: ")
-                raise invalid(f"{constraint.param}: {reason}", constraint.param) from error
-            raise
-        except TimeoutError:
-            reason = f"{constraint.param}: takes more than {_GRAMMAR_S:g} s to compile"
-            raise invalid(reason, constraint.param) from None
+        await self._grammars.check(constraint.grammar, constraint.param)
 
     async def close(self) -> None:
         self._grammars.close()

@@ -50,8 +50,9 @@ class Matcher:
 
     @property
     def complete(self) -> bool:
-        """Nothing can follow: the output ends here."""
-        return bool(self._matcher.is_stopped())
+        """Nothing can follow: the output ends here. A grammar that failed is not complete:
+        `allowed` says what is wrong with it."""
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     def allowed(self, suppressed: Iterable[int] = ()) -> NDArray[np.bool_]:
         """[vocabulary] True where a token may come next.
@@ -62,13 +63,20 @@ class Matcher:
         Raises:
             EpdError: the grammar grew beyond its limits.
         """
+        self._check()
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():
-            raise EpdError(ErrorKind.INVALID_REQUEST, f"grammar: {self._matcher.get_error()}")
+        self._check()
         mask = np.unpackbits(packed, bitorder="little")[: self._vocab_size].astype(np.bool_)
         others = mask.copy()
         others[[token for token in suppressed if token < len(mask)]] = False
         return others if others.any() else mask
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            # The library's own text goes on with dumps of its state.
+            reason = str(self._matcher.get_error()).strip().splitlines()[0]
+            reason = reason.partition("<state>")[0].strip()[:200]
+            raise invalid(f"grammar: can't be followed: {reason}", "grammar")
 
     def advance(self, token_id: int) -> None:
         """The token is output now. What is outside the grammar (a stop id of the client)
