@@ -136,6 +136,9 @@ def _conversation(request: pb.ChatRequest, limits: LimitsConfig) -> Conversation
                 parts.append(TextPart(part.text))
             elif kind == "image":
                 param = f"messages[{i}].parts[{j}].image"
+                if part.detail not in pb.ImageDetail.values():
+                    detail = f"messages[{i}].parts[{j}].detail"
+                    raise invalid(f"{detail}: {part.detail} is unknown", detail)
                 low = part.detail == pb.IMAGE_DETAIL_LOW
                 images.append(ImageSource(part.image, param, low_detail=low))
                 parts.append(ImagePart(len(images) - 1))

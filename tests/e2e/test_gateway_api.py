@@ -372,7 +372,7 @@ def _info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
     return info
 
 
-async def test_grpc_refuses_messages_that_say_nothing(public: Public) -> None:
+async def test_grpc_refuses_messages_that_say_nothing_or_something_unknown(public: Public) -> None:
     for request in (
         gateway_pb2.ChatRequest(),
         gateway_pb2.ChatRequest(messages=[gateway_pb2.Message()]),
@@ -380,6 +380,14 @@ async def test_grpc_refuses_messages_that_say_nothing(public: Public) -> None:
             messages=[
                 gateway_pb2.Message(
                     role=gateway_pb2.ROLE_USER, parts=[gateway_pb2.ContentPart(image=b"no image")]
+                )
+            ]
+        ),
+        gateway_pb2.ChatRequest(
+            messages=[
+                gateway_pb2.Message(
+                    role=gateway_pb2.ROLE_USER,
+                    parts=[gateway_pb2.ContentPart(image=b"", detail=9)],  # type: ignore[arg-type]
                 )
             ]
         ),

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class GatewayStub:
-    """The public API for clients of vision-language models; the HTTP API beside it
-    offers the same.
+    """The public API for clients of vision-language models. Chat is the same as over
+    HTTP; tools, image URLs and the older routes are HTTP's alone.
     """
 
     def __init__(self, channel):
@@ -49,8 +49,8 @@ class GatewayStub:
 
 
 class GatewayServicer:
-    """The public API for clients of vision-language models; the HTTP API beside it
-    offers the same.
+    """The public API for clients of vision-language models. Chat is the same as over
+    HTTP; tools, image URLs and the older routes are HTTP's alone.
     """
 
     def Chat(self, request, context):
@@ -89,8 +89,8 @@ def add_GatewayServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Gateway:
-    """The public API for clients of vision-language models; the HTTP API beside it
-    offers the same.
+    """The public API for clients of vision-language models. Chat is the same as over
+    HTTP; tools, image URLs and the older routes are HTTP's alone.
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GatewayStub:
-    """The public API for clients of vision-language models; the HTTP API beside it
-    offers the same.
+    """The public API for clients of vision-language models. Chat is the same as over
+    HTTP; tools, image URLs and the older routes are HTTP's alone.
     """
 
     @_typing.overload
@@ -42,8 +42,8 @@ class GatewayStub:
 
 @_typing.type_check_only
 class GatewayAsyncStub(GatewayStub):
-    """The public API for clients of vision-language models; the HTTP API beside it
-    offers the same.
+    """The public API for clients of vision-language models. Chat is the same as over
+    HTTP; tools, image URLs and the older routes are HTTP's alone.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -53,8 +53,8 @@ class GatewayAsyncStub(GatewayStub):
     """What this gateway serves."""
 
 class GatewayServicer(metaclass=_abc_1.ABCMeta):
-    """The public API for clients of vision-language models; the HTTP API beside it
-    offers the same.
+    """The public API for clients of vision-language models. Chat is the same as over
+    HTTP; tools, image URLs and the older routes are HTTP's alone.
     """
 
     @_abc_1.abstractmethod
