@@ -31,14 +31,17 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
+    """The output goes on."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     """A stop id was sampled. Stop strings are the gateway's."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens, or the end of the context."""
 
-class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
+class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
+    """Why an output ended. Faults aren't here: they end a call with a status."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
+"""The output goes on."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """A stop id was sampled. Stop strings are the gateway's."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
@@ -135,6 +138,9 @@ class Span(_message.Message):
     LENGTH_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     address: _builtins.int
+    """Virtual address in the owner's process, inside one of its registered regions;
+    means nothing anywhere else.
+    """
     length: _builtins.int
     """Bytes."""
     checksum: _builtins.int
@@ -169,9 +175,15 @@ class Handle(_message.Message):
     a reader gives up a read earlier than that.
     """
     @_builtins.property
-    def owner(self) -> Global___Peer: ...
+    def owner(self) -> Global___Peer:
+        """Whose memory this is: where the reader opens its session, and the epoch that it
+        must find there.
+        """
+
     @_builtins.property
-    def contract(self) -> Global___Contract: ...
+    def contract(self) -> Global___Contract:
+        """What the reader must compare with its own expectation before it uses a byte."""
+
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]:
         """In the order of the logical content (KV blocks in token order)."""
@@ -221,6 +233,7 @@ class ImageItem(_message.Message):
     decodes to another size.
     """
     height: _builtins.int
+    """As width."""
     images_in_request: _builtins.int
     """Images in the whole request: LLaVA-OneVision tiles a lone image only."""
     max_pixels: _builtins.int
@@ -302,11 +315,15 @@ class SamplingParams(_message.Message):
     top_p: _builtins.float
     """1 keeps all; the gateway always sends it."""
     min_p: _builtins.float
+    """Drops tokens less likely than this times the most likely one; 0 keeps all."""
     repetition_penalty: _builtins.float
     """1 is off. Covers prompt and output (the meaning of transformers)."""
     presence_penalty: _builtins.float
-    """Cover the output only (the meaning of OpenAI's API)."""
+    """Subtracted once from the logit of every id that the output holds. This one and the
+    next cover the output only (the meaning of OpenAI's API).
+    """
     frequency_penalty: _builtins.float
+    """Subtracted for every time that the output holds an id."""
     seed: _builtins.int
     """Drawn by the gateway where the client gave none: noise is
     f(seed, choice, output index, vocabulary id), so that a retry or a failover
@@ -315,6 +332,9 @@ class SamplingParams(_message.Message):
     choice: _builtins.int
     """Which of the n choices; part of the noise's key."""
     max_tokens: _builtins.int
+    """Output tokens after which the answer ends, earlier attempts' included; at least 1.
+    The gateway sets it where the client didn't, so that nothing runs for ever.
+    """
     min_tokens: _builtins.int
     """Stop ids can't be sampled before this many output tokens."""
     ignore_eos: _builtins.bool
@@ -324,15 +344,19 @@ class SamplingParams(_message.Message):
     top_logprobs: _builtins.int
     """How many most likely tokens to report beside it."""
     @_builtins.property
-    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Vocabulary id -> what is added to its logit, -100 to 100 (OpenAI's range), so that
+        a client can forbid or force a token.
+        """
+
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """End-of-sequence ids and the client's stop ids. Sampling one ends the output."""
+        """The client's stop ids. Sampling one ends the output, with ignore_eos too."""
 
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Stop ids that come from the model (subset of what ends the output); apart,
-        because ignore_eos concerns these only.
+        """The model's own end ids, from its generation config, set by the gateway; apart
+        from the client's, because ignore_eos concerns these only.
         """
 
     @_builtins.property
@@ -373,16 +397,21 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
+    """A constraint on the whole output, as text: every stage that samples compiles it for
+    itself.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
     REGEX_FIELD_NUMBER: _builtins.int
     LARK_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """JSON Schema (as JSON)."""
+    """JSON Schema (as JSON), for structured output and tool calls."""
     regex: _builtins.str
+    """Regular expression that the whole output matches, in llguidance's dialect."""
     lark: _builtins.str
-    """llguidance's dialect of Lark."""
+    """llguidance's dialect of Lark, for what neither of the others can say."""
     def __init__(
         self,
         *,
@@ -402,11 +431,14 @@ Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):
+    """One of the most likely tokens at a place of the output."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     id: _builtins.int
+    """In the vocabulary; its text is the gateway's business."""
     logprob: _builtins.float
     """Natural logarithm; never -inf (floor -9999)."""
     def __init__(
@@ -425,17 +457,22 @@ Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
 class Token(_message.Message):
+    """One sampled token. Ids, not text: stages hold no detokenizer."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
     id: _builtins.int
+    """In the vocabulary."""
     logprob: _builtins.float
-    """Set when logprobs were asked for."""
+    """Natural logarithm, after penalties and before temperature. Set when logprobs were
+    asked for.
+    """
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """Most likely first, after penalties and before temperature."""
+        """Most likely first, top_logprobs of them; of the same distribution as logprob."""
 
     def __init__(
         self,
@@ -470,8 +507,11 @@ class StageTiming(_message.Message):
     run_ms: _builtins.float
     """In steps that worked on this request, ms."""
     transfer_ms: _builtins.float
-    """Waiting for the transfer engine, ms; and what came over it."""
+    """Waiting for the transfer engine, ms."""
     transfer_bytes: _builtins.int
+    """What came over the transfer engine for this request: shows that tensors went
+    there, not over gRPC.
+    """
     preprocess_ms: _builtins.float
     """Decoding and resizing the picture (encode only), ms."""
     def __init__(
@@ -501,6 +541,7 @@ class Cancel(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    """For the worker's log, in words; nothing depends on it."""
     def __init__(
         self,
         *,

@@ -22,6 +22,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class DecodeRequest(_message.Message):
+    """What the gateway says on one choice's stream."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
@@ -41,7 +43,9 @@ class DecodeRequest(_message.Message):
         """Everything is announced; this is the first token."""
 
     @_builtins.property
-    def cancel(self) -> _common_pb2.Cancel: ...
+    def cancel(self) -> _common_pb2.Cancel:
+        """Ends the output early; ReadsTerminal answers it."""
+
     def __init__(
         self,
         *,
@@ -62,6 +66,8 @@ Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
 
 @_typing.final
 class DecodeJob(_message.Message):
+    """All that decode needs to know of a request, but its KV and first token."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -76,12 +82,21 @@ class DecodeJob(_message.Message):
     POSITION_DELTA_FIELD_NUMBER: _builtins.int
     ARRIVAL_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """For logs and traces, the same in every stage."""
     attempt: _builtins.int
+    """From 1, counted by the gateway: tells in logs which of several tries this is."""
     fingerprint: _builtins.str
+    """Refused when it is not this worker's: other weights can't read this KV."""
     nonce: _builtins.int
+    """The attempt's; handles from prefill must carry it."""
     prompt_length: _builtins.int
+    """Where the prompt ends in token_ids: what follows counts as output."""
     salt: _builtins.bytes
+    """Tenant salt: part of every cache key, so tenants never share."""
     position_delta: _builtins.int
+    """From prefill's Admitted: what to add to a text index to get its rotary position
+    (mRoPE), since decode has no grids to compute it from.
+    """
     arrival_ms: _builtins.int
     """When the gateway received the request (Unix time). Where blocks run out the
     youngest gives way, and a request that gave way keeps its age when it comes
@@ -98,7 +113,9 @@ class DecodeJob(_message.Message):
         """For cache keys only; decode never sees an image."""
 
     @_builtins.property
-    def sampling(self) -> _common_pb2.SamplingParams: ...
+    def sampling(self) -> _common_pb2.SamplingParams:
+        """For every token after the first."""
+
     def __init__(
         self,
         *,
@@ -124,6 +141,8 @@ Global___DecodeJob: _TypeAlias = DecodeJob  # noqa: Y015
 
 @_typing.final
 class Start(_message.Message):
+    """Prefill is done, so decode may begin as soon as it holds all blocks."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
@@ -131,7 +150,11 @@ class Start(_message.Message):
     kv_tokens: _builtins.int
     """Must equal the tokens announced and read; decode never runs on less."""
     @_builtins.property
-    def first_token(self) -> _common_pb2.Token: ...
+    def first_token(self) -> _common_pb2.Token:
+        """Sampled by prefill; the input of decode's first step. Delivered by the gateway
+        already.
+        """
+
     def __init__(
         self,
         *,
@@ -148,6 +171,8 @@ Global___Start: _TypeAlias = Start  # noqa: Y015
 
 @_typing.final
 class DecodeEvent(_message.Message):
+    """What decode says on one choice's stream."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ADMITTED_FIELD_NUMBER: _builtins.int
@@ -164,13 +189,17 @@ class DecodeEvent(_message.Message):
         """All announced blocks are here and verified: prefill's lease can end."""
 
     @_builtins.property
-    def tokens(self) -> Global___Tokens: ...
+    def tokens(self) -> Global___Tokens:
+        """Output as it is made, in order."""
+
     @_builtins.property
     def finished(self) -> Global___Finished:
         """Last event of a complete output."""
 
     @_builtins.property
-    def reads_terminal(self) -> _common_pb2.ReadsTerminal: ...
+    def reads_terminal(self) -> _common_pb2.ReadsTerminal:
+        """Answer to Cancel."""
+
     def __init__(
         self,
         *,
@@ -192,6 +221,8 @@ Global___DecodeEvent: _TypeAlias = DecodeEvent  # noqa: Y015
 
 @_typing.final
 class DecodeAdmitted(_message.Message):
+    """Decode holds memory for the request."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
@@ -212,12 +243,16 @@ Global___DecodeAdmitted: _TypeAlias = DecodeAdmitted  # noqa: Y015
 
 @_typing.final
 class KvFetched(_message.Message):
+    """The end of the hand-off."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSFER_MS_FIELD_NUMBER: _builtins.int
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     transfer_ms: _builtins.float
+    """In which reads were under way, for the request's timeline."""
     transfer_bytes: _builtins.int
+    """Read over the transfer engine, for the timeline."""
     def __init__(
         self,
         *,
@@ -234,6 +269,8 @@ Global___KvFetched: _TypeAlias = KvFetched  # noqa: Y015
 
 @_typing.final
 class Tokens(_message.Message):
+    """Some more of the output."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
@@ -262,16 +299,21 @@ Global___Tokens: _TypeAlias = Tokens  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):
+    """The output is complete."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
+    """Never unspecified."""
     output_tokens: _builtins.int
     """Output tokens in all, the first token and earlier attempts' included."""
     @_builtins.property
-    def timing(self) -> _common_pb2.StageTiming: ...
+    def timing(self) -> _common_pb2.StageTiming:
+        """Of this stage, for the request's timeline."""
+
     def __init__(
         self,
         *,

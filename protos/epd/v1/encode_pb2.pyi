@@ -19,6 +19,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class EncodeRequest(_message.Message):
+    """What the gateway says on one image's stream; then it half-closes."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
@@ -43,6 +45,8 @@ Global___EncodeRequest: _TypeAlias = EncodeRequest  # noqa: Y015
 
 @_typing.final
 class EncodeJob(_message.Message):
+    """One image to encode."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -58,10 +62,15 @@ class EncodeJob(_message.Message):
     fingerprint: _builtins.str
     """Refused when it is not this worker's."""
     nonce: _builtins.int
+    """The attempt's. The handle to the rows carries it, so that only this request's
+    prefill takes them.
+    """
     image: _builtins.bytes
     """The file as the client sent it. The one place where image bytes travel."""
     @_builtins.property
-    def item(self) -> _common_pb2.ImageItem: ...
+    def item(self) -> _common_pb2.ImageItem:
+        """What the gateway planned from the header; the decoded picture is compared with it."""
+
     def __init__(
         self,
         *,
@@ -82,6 +91,8 @@ Global___EncodeJob: _TypeAlias = EncodeJob  # noqa: Y015
 
 @_typing.final
 class EncodeEvent(_message.Message):
+    """What the encoder says on one image's stream."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
@@ -91,7 +102,9 @@ class EncodeEvent(_message.Message):
         """The image is queued; its rows in the arena are not yet reserved."""
 
     @_builtins.property
-    def ready(self) -> Global___ItemReady: ...
+    def ready(self) -> Global___ItemReady:
+        """The rows can be read; the lease on them begins."""
+
     def __init__(
         self,
         *,
@@ -110,6 +123,8 @@ Global___EncodeEvent: _TypeAlias = EncodeEvent  # noqa: Y015
 
 @_typing.final
 class EncodeAccepted(_message.Message):
+    """The job was valid and found a place in the queue."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     QUEUE_DEPTH_FIELD_NUMBER: _builtins.int
@@ -130,12 +145,15 @@ Global___EncodeAccepted: _TypeAlias = EncodeAccepted  # noqa: Y015
 
 @_typing.final
 class ItemReady(_message.Message):
+    """Where one image's embeddings lie."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: _builtins.int
     HANDLE_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     index: _builtins.int
+    """As in the job's item."""
     @_builtins.property
     def handle(self) -> _common_pb2.Handle:
         """One span: planes x rows x hidden. Plane 0 is the embedding, the others are
@@ -143,7 +161,9 @@ class ItemReady(_message.Message):
         """
 
     @_builtins.property
-    def timing(self) -> _common_pb2.StageTiming: ...
+    def timing(self) -> _common_pb2.StageTiming:
+        """Of this stage, for the request's timeline."""
+
     def __init__(
         self,
         *,

@@ -27,16 +27,25 @@ class _Role:
 class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
+    """Refused: a message without a speaker is a mistake."""
     ROLE_SYSTEM: _Role.ValueType  # 1
+    """Instructions that come before the conversation."""
     ROLE_USER: _Role.ValueType  # 2
+    """The one who asks."""
     ROLE_ASSISTANT: _Role.ValueType  # 3
+    """The model's earlier answers."""
 
-class Role(_Role, metaclass=_RoleEnumTypeWrapper): ...
+class Role(_Role, metaclass=_RoleEnumTypeWrapper):
+    """Who speaks; the chat template needs to know."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
+"""Refused: a message without a speaker is a mistake."""
 ROLE_SYSTEM: Role.ValueType  # 1
+"""Instructions that come before the conversation."""
 ROLE_USER: Role.ValueType  # 2
+"""The one who asks."""
 ROLE_ASSISTANT: Role.ValueType  # 3
+"""The model's earlier answers."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _ImageDetail:
@@ -61,6 +70,8 @@ Global___ImageDetail: _TypeAlias = ImageDetail  # noqa: Y015
 
 @_typing.final
 class ChatRequest(_message.Message):
+    """A conversation to go on with."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -72,9 +83,13 @@ class ChatRequest(_message.Message):
     client_request_id: _builtins.str
     """Echoed in logs beside our own id."""
     @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]: ...
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
+        """Oldest first, at least one."""
+
     @_builtins.property
-    def options(self) -> Global___GenerationOptions: ...
+    def options(self) -> Global___GenerationOptions:
+        """How to generate; may be left out."""
+
     def __init__(
         self,
         *,
@@ -93,11 +108,14 @@ Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
 
 @_typing.final
 class Message(_message.Message):
+    """One turn of the conversation."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
+    """Must be set."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
         """In order: each image sits where its part is."""
@@ -118,12 +136,15 @@ Global___Message: _TypeAlias = Message  # noqa: Y015
 
 @_typing.final
 class ContentPart(_message.Message):
+    """A piece of a message. One of the two kinds must be set."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     text: _builtins.str
+    """UTF-8; special tokens written in it stay plain text."""
     image: _builtins.bytes
     """Encoded file (PNG, JPEG, WebP, GIF, BMP, TIFF), not pixels."""
     detail: Global___ImageDetail.ValueType
@@ -193,35 +214,67 @@ class GenerationOptions(_message.Message):
     GUIDED_REGEX_FIELD_NUMBER: _builtins.int
     GUIDED_CHOICE_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
+    """0 to 2, 0 is greedy; default 1, as OpenAI's."""
     top_k: _builtins.int
+    """Only the k most likely tokens may be drawn; 0 (the default) means all."""
     top_p: _builtins.float
+    """Only the most likely tokens that together have this probability, above 0; default
+    1, which keeps all.
+    """
     min_p: _builtins.float
+    """Only tokens at least this share as likely as the most likely one; default 0, which
+    keeps all.
+    """
     repetition_penalty: _builtins.float
+    """Above 0 to 10; default 1, which is off. Covers prompt and output, as in
+    transformers.
+    """
     presence_penalty: _builtins.float
+    """-2 to 2, default 0, which is off. Covers the output, as in OpenAI's API."""
     frequency_penalty: _builtins.float
+    """As presence_penalty, for each time that a token occurred."""
     seed: _builtins.int
+    """The same seed gives the same draws. Unset: the gateway draws one."""
     max_tokens: _builtins.int
+    """Most output tokens, at least 1. Unset: the server's default
+    (limits.default_max_tokens), or what the context still holds if that is less.
+    """
     min_tokens: _builtins.int
+    """The answer can't end by an end-of-sequence or stop id before this many; default 0."""
     ignore_eos: _builtins.bool
+    """Go on to max_tokens past the model's own end; for measurements."""
     logprobs: _builtins.bool
+    """Report each token's logprob in ChatDelta.tokens."""
     top_logprobs: _builtins.int
+    """Report this many most likely tokens too, at most limits.max_top_logprobs (20);
+    needs logprobs.
+    """
     n: _builtins.int
     """Answers to the same prompt, side by side; at least 1."""
     json_object: _builtins.bool
-    """At most one of these four: what the whole answer must look like."""
+    """At most one of these four: what the whole answer must look like. This one: any
+    JSON object.
+    """
     guided_json: _builtins.str
     """JSON Schema, as JSON."""
     guided_regex: _builtins.str
+    """Regular expression that the whole answer matches."""
     @_builtins.property
-    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Vocabulary id -> what is added to its logit, -100 to 100."""
+
     @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids that end the answer beside the model's own."""
+
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Stop strings: nothing of one is ever sent."""
 
     @_builtins.property
-    def guided_choice(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def guided_choice(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The answer is one of these texts."""
+
     def __init__(
         self,
         *,
@@ -308,6 +361,8 @@ Global___GenerationOptions: _TypeAlias = GenerationOptions  # noqa: Y015
 
 @_typing.final
 class ChatEvent(_message.Message):
+    """Accepted, then deltas as they come, then Finished."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
@@ -319,7 +374,9 @@ class ChatEvent(_message.Message):
         """First: what was accepted."""
 
     @_builtins.property
-    def delta(self) -> Global___ChatDelta: ...
+    def delta(self) -> Global___ChatDelta:
+        """Some more of one answer."""
+
     @_builtins.property
     def finished(self) -> Global___ChatFinished:
         """Exactly one, last. A fault ends the call with a status instead."""
@@ -348,6 +405,8 @@ Global___ChatEvent: _TypeAlias = ChatEvent  # noqa: Y015
 
 @_typing.final
 class ChatAccepted(_message.Message):
+    """The request was valid and prefill has reserved memory for it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -356,7 +415,9 @@ class ChatAccepted(_message.Message):
     request_id: _builtins.str
     """Ours; name it when you report a fault."""
     prompt_tokens: _builtins.int
+    """As in Usage; known here already, before any answer."""
     image_tokens: _builtins.int
+    """Of the prompt's tokens those that stand for images."""
     def __init__(
         self,
         *,
@@ -374,6 +435,8 @@ Global___ChatAccepted: _TypeAlias = ChatAccepted  # noqa: Y015
 
 @_typing.final
 class ChatDelta(_message.Message):
+    """Text that came since the last delta of the same choice."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
@@ -404,12 +467,16 @@ Global___ChatDelta: _TypeAlias = ChatDelta  # noqa: Y015
 
 @_typing.final
 class ChoiceFinished(_message.Message):
+    """No more deltas of this choice will come."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CHOICE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
+    """Which of the n answers, from 0."""
     reason: _common_pb2.FinishReason.ValueType
+    """Why this answer ended."""
     def __init__(
         self,
         *,
@@ -426,17 +493,23 @@ Global___ChoiceFinished: _TypeAlias = ChoiceFinished  # noqa: Y015
 
 @_typing.final
 class ChatFinished(_message.Message):
+    """The whole request is done."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
-    """Of choice 0."""
+    """Of choice 0; the others' came in their ChoiceFinished."""
     @_builtins.property
-    def usage(self) -> Global___Usage: ...
+    def usage(self) -> Global___Usage:
+        """What it cost, all choices together."""
+
     @_builtins.property
-    def timeline(self) -> Global___Timeline: ...
+    def timeline(self) -> Global___Timeline:
+        """For whoever wants to know why it took so long."""
+
     def __init__(
         self,
         *,
@@ -454,6 +527,8 @@ Global___ChatFinished: _TypeAlias = ChatFinished  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
+    """Counts for billing and for reading the timeline."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
@@ -463,8 +538,11 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """Text and image placeholders together."""
     completion_tokens: _builtins.int
+    """Sampled tokens of all choices."""
     image_tokens: _builtins.int
+    """Of prompt_tokens those that stand for images."""
     cached_tokens: _builtins.int
+    """Of prompt_tokens those whose KV prefill had already and didn't compute."""
     def __init__(
         self,
         *,
@@ -489,7 +567,9 @@ class Timeline(_message.Message):
 
     PHASES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]: ...
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]:
+        """In the order in which they began; they may overlap."""
+
     def __init__(
         self,
         *,
@@ -505,6 +585,8 @@ Global___Timeline: _TypeAlias = Timeline  # noqa: Y015
 
 @_typing.final
 class Phase(_message.Message):
+    """One piece of the request's way through the stages."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -516,7 +598,9 @@ class Phase(_message.Message):
     start_ms: _builtins.float
     """From the gateway's receipt of the request."""
     duration_ms: _builtins.float
+    """As the gateway saw it, waiting included."""
     bytes: _builtins.int
+    """Moved by the transfer engine; 0 where the phase is no transfer."""
     def __init__(
         self,
         *,
@@ -535,6 +619,8 @@ Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):
+    """Empty: nothing can be chosen."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -550,11 +636,15 @@ Global___ListModelsRequest: _TypeAlias = ListModelsRequest  # noqa: Y015
 
 @_typing.final
 class ListModelsResponse(_message.Message):
+    """A list, as in OpenAI's API, though one gateway serves one model."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelInfo]: ...
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelInfo]:
+        """Exactly one."""
+
     def __init__(
         self,
         *,
@@ -570,6 +660,8 @@ Global___ListModelsResponse: _TypeAlias = ListModelsResponse  # noqa: Y015
 
 @_typing.final
 class ModelInfo(_message.Message):
+    """What a client needs to know before it asks."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
@@ -577,8 +669,11 @@ class ModelInfo(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     INPUT_MODALITIES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
+    """For ChatRequest.model."""
     max_context: _builtins.int
+    """Most tokens of prompt and output together, as the live workers can hold it."""
     fingerprint: _builtins.str
+    """Digest of config and weights (hex): tells whether two servers hold the same model."""
     @_builtins.property
     def input_modalities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What a request may hold: "text", "image"."""

@@ -26,20 +26,31 @@ class _Stage:
 class _StageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Stage.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     STAGE_UNSPECIFIED: _Stage.ValueType  # 0
+    """Ignored; a worker of no known stage is refused."""
     STAGE_ENCODE: _Stage.ValueType  # 1
+    """Serves epd.v1.Encode."""
     STAGE_PREFILL: _Stage.ValueType  # 2
+    """Serves epd.v1.Prefill."""
     STAGE_DECODE: _Stage.ValueType  # 3
+    """Serves epd.v1.Decode."""
 
-class Stage(_Stage, metaclass=_StageEnumTypeWrapper): ...
+class Stage(_Stage, metaclass=_StageEnumTypeWrapper):
+    """The kinds of work that a worker can be given."""
 
 STAGE_UNSPECIFIED: Stage.ValueType  # 0
+"""Ignored; a worker of no known stage is refused."""
 STAGE_ENCODE: Stage.ValueType  # 1
+"""Serves epd.v1.Encode."""
 STAGE_PREFILL: Stage.ValueType  # 2
+"""Serves epd.v1.Prefill."""
 STAGE_DECODE: Stage.ValueType  # 3
+"""Serves epd.v1.Decode."""
 Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 @_typing.final
 class WorkerReport(_message.Message):
+    """What a worker says."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
@@ -50,7 +61,9 @@ class WorkerReport(_message.Message):
         """First message, exactly once."""
 
     @_builtins.property
-    def heartbeat(self) -> Global___Heartbeat: ...
+    def heartbeat(self) -> Global___Heartbeat:
+        """At once after Welcome, then every heartbeat_ms."""
+
     @_builtins.property
     def leaving(self) -> Global___Leaving:
         """The worker drains: route nothing new here, running work goes on."""
@@ -74,6 +87,8 @@ Global___WorkerReport: _TypeAlias = WorkerReport  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
+    """Who the worker is. Fixed for its life."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STAGES_FIELD_NUMBER: _builtins.int
@@ -93,8 +108,11 @@ class Hello(_message.Message):
     fingerprint: _builtins.str
     """All workers of one model agree, or the joiner is refused with the reason."""
     kv_layout: _builtins.str
-    """Layout and shape of one KV block; prefill and decode must agree."""
+    """Layout of one KV block. Prefill and decode must agree on it, since blocks are
+    copied as they lie. Empty for encode.
+    """
     dtype: _builtins.str
+    """Of weights and KV, e.g. "float32"; must be the gateway's checkpoint's."""
     numerics_id: _builtins.str
     """Kernel, ISA, dtype, threads, torch: workers with equal ids give equal bits in
     exact mode.
@@ -102,11 +120,19 @@ class Hello(_message.Message):
     version: _builtins.str
     """Version of the software, for operators."""
     @_builtins.property
-    def stages(self) -> _containers.RepeatedScalarFieldContainer[Global___Stage.ValueType]: ...
+    def stages(self) -> _containers.RepeatedScalarFieldContainer[Global___Stage.ValueType]:
+        """What it can be given; at least one."""
+
     @_builtins.property
-    def kv_block_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def kv_block_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Shape of one KV block in elements; must agree like the layout. Empty for encode."""
+
     @_builtins.property
-    def capacity(self) -> Global___Capacity: ...
+    def capacity(self) -> Global___Capacity:
+        """What one request may ask of this worker; the gateway refuses more before anything
+        starts.
+        """
+
     def __init__(
         self,
         *,
@@ -131,6 +157,8 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Capacity(_message.Message):
+    """Limits of one worker, set by its configuration and memory. 0: says nothing."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     KV_TOKENS_FIELD_NUMBER: _builtins.int
@@ -146,6 +174,9 @@ class Capacity(_message.Message):
     arena holds (encode).
     """
     max_queue: _builtins.int
+    """Requests (encode: images) that may wait here before new ones get
+    RESOURCE_EXHAUSTED.
+    """
     def __init__(
         self,
         *,
@@ -164,6 +195,8 @@ Global___Capacity: _TypeAlias = Capacity  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
+    """How the worker does just now. Its silence means that it is gone."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RUNNING_FIELD_NUMBER: _builtins.int
@@ -172,12 +205,19 @@ class Heartbeat(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     SERVING_FIELD_NUMBER: _builtins.int
     running: _builtins.int
-    """Requests running and waiting, and pool use: the router's view."""
+    """Requests (encode: images) being worked on: with waiting, the load that the router
+    compares.
+    """
     waiting: _builtins.int
+    """Those that wait for their turn."""
     kv_tokens_free: _builtins.int
+    """Room left in the KV pool in tokens, for operators; 0 for encode."""
     steps: _builtins.int
     """Steps done since start: progress, not only life."""
     serving: _builtins.bool
+    """As gRPC health says: false while there is work and no step, so that the router
+    passes by.
+    """
     def __init__(
         self,
         *,
@@ -197,10 +237,15 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class Leaving(_message.Message):
+    """An orderly end is under way."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GRACE_MS_FIELD_NUMBER: _builtins.int
     grace_ms: _builtins.int
+    """How long running work may still go on, for operators; the worker ends what is left
+    after it.
+    """
     def __init__(
         self,
         *,
@@ -216,17 +261,25 @@ Global___Leaving: _TypeAlias = Leaving  # noqa: Y015
 
 @_typing.final
 class GatewayReply(_message.Message):
+    """What the gateway says."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WELCOME_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def welcome(self) -> Global___Welcome: ...
+    def welcome(self) -> Global___Welcome:
+        """First reply to a Hello that fits."""
+
     @_builtins.property
-    def refused(self) -> Global___Refused: ...
+    def refused(self) -> Global___Refused:
+        """Last reply: this worker can't serve here."""
+
     @_builtins.property
-    def beat(self) -> Global___Beat: ...
+    def beat(self) -> Global___Beat:
+        """One for each report after Hello."""
+
     def __init__(
         self,
         *,
@@ -246,15 +299,18 @@ Global___GatewayReply: _TypeAlias = GatewayReply  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
+    """The worker may be given work from here on."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
     DEAD_MS_FIELD_NUMBER: _builtins.int
     heartbeat_ms: _builtins.int
-    """How often the gateway wants a heartbeat, and after what silence it drops the
-    worker.
-    """
+    """How often the gateway wants a heartbeat."""
     dead_ms: _builtins.int
+    """After how long a silence the gateway drops the worker; the worker gives up a
+    gateway as silent by the same clock.
+    """
     def __init__(
         self,
         *,
@@ -271,6 +327,8 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class Refused(_message.Message):
+    """Something of the worker doesn't fit the model that is served."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int

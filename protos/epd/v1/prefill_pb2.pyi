@@ -21,6 +21,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class PrefillRequest(_message.Message):
+    """What the gateway says on a request's stream."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
@@ -35,7 +37,9 @@ class PrefillRequest(_message.Message):
         """An image that prefill reported missing is ready at its encoder."""
 
     @_builtins.property
-    def cancel(self) -> _common_pb2.Cancel: ...
+    def cancel(self) -> _common_pb2.Cancel:
+        """Ends the request early; ReadsTerminal answers it."""
+
     def __init__(
         self,
         *,
@@ -55,6 +59,8 @@ Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 
 @_typing.final
 class PrefillJob(_message.Message):
+    """All that prefill needs to know of a request, but its embeddings."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -69,9 +75,15 @@ class PrefillJob(_message.Message):
     SALT_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """For logs and traces, the same in every stage."""
     attempt: _builtins.int
+    """From 1, counted by the gateway: tells in logs which of several tries this is."""
     fingerprint: _builtins.str
+    """Refused when it is not this worker's: its KV would be of another model."""
     nonce: _builtins.int
+    """Drawn by the gateway for this attempt. Handles into and out of it must carry it,
+    so that none of another request is ever read.
+    """
     prompt_length: _builtins.int
     """Where the prompt ends in token_ids: what follows stays 'output' for
     penalties, limits and noise.
@@ -94,9 +106,13 @@ class PrefillJob(_message.Message):
         """
 
     @_builtins.property
-    def items(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ImageItem]: ...
+    def items(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ImageItem]:
+        """The images in order; their rows together fill all placeholders of the prompt."""
+
     @_builtins.property
-    def sampling(self) -> _common_pb2.SamplingParams: ...
+    def sampling(self) -> _common_pb2.SamplingParams:
+        """For the first token, which is drawn here, with the same code as in decode."""
+
     def __init__(
         self,
         *,
@@ -122,13 +138,18 @@ Global___PrefillJob: _TypeAlias = PrefillJob  # noqa: Y015
 
 @_typing.final
 class EmbeddingReady(_message.Message):
+    """Where the rows of one image can be read."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: _builtins.int
     HANDLE_FIELD_NUMBER: _builtins.int
     index: _builtins.int
+    """Of the image among job.items; rows may come in any order."""
     @_builtins.property
-    def handle(self) -> _common_pb2.Handle: ...
+    def handle(self) -> _common_pb2.Handle:
+        """As the encoder announced it, passed on unchanged."""
+
     def __init__(
         self,
         *,
@@ -145,6 +166,8 @@ Global___EmbeddingReady: _TypeAlias = EmbeddingReady  # noqa: Y015
 
 @_typing.final
 class PrefillEvent(_message.Message):
+    """What prefill says on a request's stream."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ADMITTED_FIELD_NUMBER: _builtins.int
@@ -165,9 +188,13 @@ class PrefillEvent(_message.Message):
         """More finished, immutable blocks. Announced while later chunks still run."""
 
     @_builtins.property
-    def first_token(self) -> Global___FirstToken: ...
+    def first_token(self) -> Global___FirstToken:
+        """The prompt is computed. The last event, unless Cancel comes."""
+
     @_builtins.property
-    def reads_terminal(self) -> _common_pb2.ReadsTerminal: ...
+    def reads_terminal(self) -> _common_pb2.ReadsTerminal:
+        """Answer to Cancel."""
+
     def __init__(
         self,
         *,
@@ -189,6 +216,10 @@ Global___PrefillEvent: _TypeAlias = PrefillEvent  # noqa: Y015
 
 @_typing.final
 class Admitted(_message.Message):
+    """The promise that the request will run: what it needs of memory is its own from here
+    on, so that nothing encoded for it is in vain.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
@@ -223,14 +254,19 @@ Global___Admitted: _TypeAlias = Admitted  # noqa: Y015
 
 @_typing.final
 class EmbeddingFetched(_message.Message):
+    """One image's rows have arrived."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: _builtins.int
     TRANSFER_MS_FIELD_NUMBER: _builtins.int
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     index: _builtins.int
+    """Of the image among job.items."""
     transfer_ms: _builtins.float
+    """From the start of the read to its verified end, for the request's timeline."""
     transfer_bytes: _builtins.int
+    """Read over the transfer engine, for the timeline."""
     def __init__(
         self,
         *,
@@ -248,6 +284,8 @@ Global___EmbeddingFetched: _TypeAlias = EmbeddingFetched  # noqa: Y015
 
 @_typing.final
 class KvReady(_message.Message):
+    """Blocks that decode may read from now on. Sealed: prefill never writes them again."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
@@ -278,6 +316,8 @@ Global___KvReady: _TypeAlias = KvReady  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):
+    """The end of prefill's work on a request."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_FIELD_NUMBER: _builtins.int
@@ -290,9 +330,13 @@ class FirstToken(_message.Message):
     kv_tokens: _builtins.int
     """All KV of the request: what decode must have before it starts."""
     @_builtins.property
-    def token(self) -> _common_pb2.Token: ...
+    def token(self) -> _common_pb2.Token:
+        """Drawn from the logits of the last prompt position, for choice job.sampling.choice."""
+
     @_builtins.property
-    def timing(self) -> _common_pb2.StageTiming: ...
+    def timing(self) -> _common_pb2.StageTiming:
+        """Of this stage, for the request's timeline."""
+
     @_builtins.property
     def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceToken]:
         """First tokens of the other choices, in order."""
@@ -316,6 +360,8 @@ Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
 
 @_typing.final
 class ChoiceToken(_message.Message):
+    """How another of several choices begins."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_FIELD_NUMBER: _builtins.int
@@ -324,8 +370,11 @@ class ChoiceToken(_message.Message):
     finish_reason: _common_pb2.FinishReason.ValueType
     """As in FirstToken."""
     kv_tokens: _builtins.int
+    """As in FirstToken."""
     @_builtins.property
-    def token(self) -> _common_pb2.Token: ...
+    def token(self) -> _common_pb2.Token:
+        """Drawn from the same logits as the first, with this choice's noise."""
+
     def __init__(
         self,
         *,
