@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import orjson
 import uvicorn
@@ -17,16 +16,14 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from epd.config import Config, GatewayConfig
-from epd.errors import EpdError, ErrorKind, invalid
-from epd.models.processor import Processor
-from epd.models.spec import ModelSpec, read_spec
+from epd.errors import EpdError, ErrorKind
 from epd.obs import logs
 from epd.rpc.server import Server
-from epd.text.prompt import PromptBuilder
 from gateway import tls
 from gateway.access import Access, AccessControl
 from gateway.app import build_app
 from gateway.chat import STAGE, ChatService
+from gateway.checkpoint import Loaded, load
 from gateway.grpc_api import SERVICE, GatewayService
 from gateway.images import Served
 from gateway.membership import MembershipService, sweep_forever
@@ -66,52 +63,25 @@ async def serve(config: Config) -> None:
         await gateway.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a gateway knows of a checkpoint."""
-
-    spec: ModelSpec
-    processor: Processor
-    prompts: PromptBuilder
-
-
-def load(config: Config) -> Loaded:
-    """Read config, tokenizer and processor; no weights (but their digest).
-
-    Raises:
-        EpdError: something is missing, or the chat template can't be used.
-    """
-    if not config.model.path:
-        raise invalid("model.path: no checkpoint given", "model.path")
-    processor = Processor.load(config.model.path)
-    return Loaded(
-        read_spec(config.model.path, config.model.dtype),
-        processor,
-        PromptBuilder.of(processor),
-    )
-
-
 class Gateway:
     """All parts of a gateway. `start`, then `drain`, then `close`."""
 
-    def __init__(self, config: Config, loaded: Loaded) -> None:
+    def __init__(self, config: Config, loaded: Loaded, prompts: PromptPool) -> None:
         self._config = config
-        spec, processor = loaded.spec, loaded.processor
+        spec = loaded.spec
         self.registry = Registry(spec.fingerprint, spec.dtype, config.gateway.dead_s)
         self._connections = Connections(config.rpc)
         stages = Stages(self.registry, self._connections, config, spec.fingerprint)
         self._pipeline = Pipeline(stages)
-        self._prompts = PromptPool(
-            config.model.path, config.gateway.preprocess_workers, loaded.prompts
-        )
-        served = Served(spec, processor.config_digest, processor.image_key)
+        self._prompts = prompts
+        served = Served(spec, loaded.processor_digest, loaded.image_key)
         self._preparer = Preparer(served, config, self._prompts, self.registry.limits)
         self.service = ChatService(
             config.model.name or spec.name,
             config,
             self._preparer,
             self._pipeline,
-            processor.tokenizer.backend_tokenizer,
+            loaded.tokenizer,
         )
         access = Access(config.gateway)
         self.app = build_app(self.service, spec.vocab_size, spec.fingerprint)
@@ -142,8 +112,27 @@ class Gateway:
 
     @classmethod
     async def create(cls, config: Config) -> Gateway:
-        """Load the checkpoint's config, tokenizer and processor; no weights."""
-        return cls(config, await asyncio.to_thread(load, config))
+        """Read the checkpoint's config, tokenizer and processor; no weights.
+
+        Raises:
+            EpdError: the checkpoint can't be used.
+        """
+        workers = config.gateway.preprocess_workers
+        if not workers:
+            return cls.of(config, await asyncio.to_thread(load, config.model))
+        prompts = PromptPool(config.model, workers)
+        try:
+            facts = await prompts.start()
+            assert facts is not None
+            return cls(config, await asyncio.to_thread(Loaded.of, facts), prompts)
+        except BaseException:
+            await prompts.close()
+            raise
+
+    @classmethod
+    def of(cls, config: Config, loaded: Loaded) -> Gateway:
+        """With what is loaded already; prompts are built in a thread of this process."""
+        return cls(config, loaded, PromptPool(config.model, 0, loaded.builder))
 
     async def start(self) -> dict[str, str]:
         """Open the addresses; returns them by API."""
@@ -152,7 +141,6 @@ class Gateway:
         self._http = _Http(self.app, config)
         credentials = tls.grpc_credentials(config)
         public = await self._public.start(config.host, config.grpc_port, credentials)
-        await self._prompts.start()
         await self._membership.set_serving(True)
         await self._public.set_serving(True)
         await self._http.start()

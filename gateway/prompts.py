@@ -19,15 +19,18 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 
+from epd.config import ModelConfig
 from epd.errors import EpdError, ErrorKind
 from epd.lifetime import die_with_parent
 from epd.text.messages import ChatMessage, ImageSize, Tool
 from epd.text.prompt import PromptBuilder, PromptPlan
+from gateway.checkpoint import Facts, read
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 2.0
-_builder: PromptBuilder | None = None
-"""The process's (or thread pool's) own builder."""
+_model = ModelConfig()
+_read: tuple[Facts, PromptBuilder] | None = None
+"""Of a process of the pool: its checkpoint, and what it read of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +42,29 @@ class _Failure:
     param: str | None
 
 
-def _start(path: str) -> None:
+def _start(model: ModelConfig) -> None:
     """In a new process of the pool."""
-    global _builder
+    global _model
     die_with_parent()
     # Ctrl-C goes to the whole group; the gateway drains and then ends the pool.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Taking torch's modules apart takes a second and frees nothing that the kernel does not.
     atexit.register(os._exit, 0)
-    _builder = PromptBuilder.load(path)
+    _model = model
 
 
-def _warm() -> None:
-    assert _builder is not None
+def _ours() -> tuple[Facts, PromptBuilder]:
+    global _read
+    if _read is None:
+        _read = read(_model)
+    return _read
+
+
+def _facts_here() -> Facts | _Failure:
+    try:
+        return _ours()[0]
+    except EpdError as error:
+        return _failure(error)
 
 
 def _build_here(
@@ -60,20 +73,22 @@ def _build_here(
     max_tokens: int,
     tools: Sequence[Tool],
 ) -> PromptPlan | _Failure:
-    assert _builder is not None
-    return _build(_builder, messages, sizes, max_tokens, tools)
+    return _build(_ours()[1], messages, sizes, max_tokens, tools)
 
 
 def _encode_here(text: str, max_tokens: int) -> PromptPlan | _Failure:
-    assert _builder is not None
-    return _encode(_builder, text, max_tokens)
+    return _encode(_ours()[1], text, max_tokens)
+
+
+def _failure(error: EpdError) -> _Failure:
+    return _Failure(error.kind, error.message, error.param)
 
 
 def _encode(builder: PromptBuilder, text: str, max_tokens: int) -> PromptPlan | _Failure:
     try:
         return builder.encode(text, max_tokens)
     except EpdError as error:
-        return _Failure(error.kind, error.message, error.param)
+        return _failure(error)
 
 
 def _build(
@@ -86,7 +101,7 @@ def _build(
     try:
         return builder.build(messages, sizes, max_tokens, tools)
     except EpdError as error:
-        return _Failure(error.kind, error.message, error.param)
+        return _failure(error)
 
 
 class PromptPool:
@@ -95,20 +110,31 @@ class PromptPool:
     `workers` processes load it anew; 0 means one thread of this process, with `builder`.
     """
 
-    def __init__(self, path: str, workers: int, builder: PromptBuilder) -> None:
-        self._path = path
+    def __init__(
+        self, model: ModelConfig, workers: int, builder: PromptBuilder | None = None
+    ) -> None:
+        assert workers or builder is not None
+        self._model = model
         self._workers = workers
         self._builder = builder
         self._pool = self._new_pool()
         self.rebuilt = 0
 
-    async def start(self) -> None:
-        """Load the processor in every process.
+    async def start(self) -> Facts | None:
+        """Load the checkpoint in every process; says what they found.
 
         Raises:
-            EpdError: a process died of it.
+            EpdError: the checkpoint can't be used, or a process died of it.
         """
-        await asyncio.gather(*(self._run(self._pool, _warm) for _ in range(self._workers)))
+        found = await asyncio.gather(
+            *(self._run(self._pool, _facts_here) for _ in range(self._workers))
+        )
+        for facts in found:
+            if isinstance(facts, _Failure):
+                raise EpdError(facts.kind, facts.message, param=facts.param)
+        facts = found[0] if found else None
+        assert facts is None or isinstance(facts, Facts)
+        return facts
 
     async def build(
         self,
@@ -122,7 +148,7 @@ class PromptPool:
         Raises:
             EpdError: also STAGE_UNAVAILABLE, if a process of the pool died.
         """
-        build = _build_here if self._workers else partial(_build, self._builder)
+        build = partial(_build, self._builder) if self._builder else _build_here
         return _plan(await self._run(self._pool, build, messages, sizes, max_tokens, tools))
 
     async def encode(self, text: str, max_tokens: int) -> PromptPlan:
@@ -131,7 +157,7 @@ class PromptPool:
         Raises:
             EpdError: also STAGE_UNAVAILABLE, if a process of the pool died.
         """
-        encode = _encode_here if self._workers else partial(_encode, self._builder)
+        encode = partial(_encode, self._builder) if self._builder else _encode_here
         return _plan(await self._run(self._pool, encode, text, max_tokens))
 
     async def close(self) -> None:
@@ -168,7 +194,7 @@ class PromptPool:
             self._workers,
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_start,
-            initargs=(self._path,),
+            initargs=(self._model,),
         )
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 PROVEN = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision", "idefics3", "smolvlm"})
 """`model_type` of the families with parity tests."""
@@ -92,6 +93,8 @@ def collate(family: str, images: Sequence[Prepared]) -> dict[str, torch.Tensor]:
     """Arguments of get_image_features for several pictures, in `batch_order`."""
     if family in LONE_IMAGE_IS_TILED:
         return _collate_lone_tiled(images)
+    import torch  # here: a gateway reads this file's facts and has no use for torch
+
     axis = 1 if family in _TILES_ON_AXIS_1 else 0
     names = images[0].tensors
     return {name: torch.cat([i.tensors[name] for i in images], axis) for name in names}
@@ -104,6 +107,8 @@ def _collate_lone_tiled(images: Sequence[Prepared]) -> dict[str, torch.Tensor]:
     that list with the pictures by zip(): one count that covers all pictures of several,
     at the end, says "not tiled" for each of them.
     """
+    import torch
+
     lone = sum(image.image_key == LONE for image in images)
     counts = [1] * lone + ([max(2, len(images) - lone)] if lone < len(images) else [])
     return {

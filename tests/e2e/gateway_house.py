@@ -16,7 +16,8 @@ from PIL import Image
 from epd.config import Config
 from epd.jobs import Stage
 from gateway.app import counts
-from gateway.main import Gateway, Loaded, load
+from gateway.checkpoint import Loaded, load
+from gateway.main import Gateway
 from tests.e2e.fake_stages import Fake, Script
 from tests.e2e.http_client import Reply, post
 
@@ -48,7 +49,7 @@ class House:
 
     def __init__(self, loaded: Loaded, config: Config) -> None:
         self.script = Script()
-        self.gateway = Gateway(config, loaded)
+        self.gateway = Gateway.of(config, loaded)
         self.fakes: list[Fake] = []
         self.http = self.grpc = self.membership = ""
         self.capacity: dict[str, int] = {}
@@ -112,7 +113,7 @@ class House:
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
-    return load(config())
+    return load(config().model)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from epd.config import GatewayConfig
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from gateway.access import Access
-from gateway.main import Loaded
+from gateway.checkpoint import Loaded
 from protos.epd.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.e2e.fake_stages import hang
 from tests.e2e.gateway_house import CHAT, House, body, config

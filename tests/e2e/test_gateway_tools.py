@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from epd.jobs import Stage
-from gateway.main import Loaded, load
+from gateway.checkpoint import Loaded, load
 from tests.e2e.gateway_house import CHECKPOINT, House, config
 
 pytestmark = pytest.mark.timeout(60)
@@ -56,7 +56,7 @@ def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     folder = with_template(tmp_path_factory.mktemp("tools"), TEMPLATE)
     base = config()
     changed = base.model.model_copy(update={"path": str(folder)})
-    return load(base.model_copy(update={"model": changed}))
+    return load(changed)
 
 
 @pytest.fixture

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from epd.config import ModelConfig
 from epd.errors import EpdError, ErrorKind
 from epd.text.messages import ChatMessage, ImagePart, ImageSize, TextPart
 from epd.text.prompt import PromptBuilder
+from gateway.checkpoint import Loaded, read
 from gateway.prompts import PromptPool
 
 MESSAGES = [ChatMessage("user", (ImagePart(0), TextPart("what is it?")))]
@@ -32,8 +36,8 @@ def builder(path: str) -> PromptBuilder:
 
 
 @pytest.fixture
-async def pool(path: str, builder: PromptBuilder) -> AsyncIterator[PromptPool]:
-    pool = PromptPool(path, 1, builder)
+async def pool(path: str) -> AsyncIterator[PromptPool]:
+    pool = PromptPool(ModelConfig(path=path), 1)
     await pool.start()
     try:
         yield pool
@@ -78,8 +82,32 @@ async def test_a_dead_process_fails_what_it_had_and_is_replaced(pool: PromptPool
     assert (await pool.build(MESSAGES, SIZES, 4096)).image_tokens > 0
 
 
+async def test_a_process_says_what_the_checkpoint_is(path: str) -> None:
+    pool = PromptPool(ModelConfig(path=path), 1)
+    try:
+        facts, own = await pool.start(), read(ModelConfig(path=path))[0]
+        assert facts == own
+        assert Loaded.of(own).tokenizer.encode("a red circle").ids
+    finally:
+        await pool.close()
+
+
+async def test_a_checkpoint_that_cannot_be_used_is_a_typed_error(tmp_path: Path) -> None:
+    pool = PromptPool(ModelConfig(path=str(tmp_path)), 1)
+    with pytest.raises(EpdError, match=r"no config\.json") as caught:
+        await pool.start()
+    assert caught.value.param == "model.path"
+    await pool.close()
+
+
+def test_the_gateway_needs_no_torch() -> None:
+    code = "import sys, gateway.main; sys.exit(bool({'torch', 'transformers'} & {*sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == 0
+
+
 async def test_without_processes_a_thread_does_it(path: str, builder: PromptBuilder) -> None:
-    pool = PromptPool(path, 0, builder)
+    pool = PromptPool(ModelConfig(path=path), 0, builder)
     await pool.start()
     assert await pool.build(MESSAGES, SIZES, 4096) == builder.build(MESSAGES, SIZES)
     await pool.close()
