@@ -27,6 +27,7 @@ import psutil
 
 from epd.child import READY_PREFIX, command_line
 from epd.lifetime import expect_parent
+from tests.netns import LAN, Node
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_CHECKPOINT = ROOT / "demo" / "checkpoint"
@@ -94,6 +95,8 @@ class Worker:
     settings: dict[str, str]
     environ: dict[str, str]
     log: Path
+    node: Node | None = None
+    """Where it runs; None: on this machine itself."""
     process: subprocess.Popen[str] | None = None
     report: dict[str, Any] = field(default_factory=dict)
     _lines: queue.Queue[str | None] = field(default_factory=queue.Queue)
@@ -109,9 +112,10 @@ class Worker:
 
     def launch(self) -> None:
         self._lines = queue.Queue()
+        line = command_line(self.role, self.settings)
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                command_line(self.role, self.settings),
+                self.node.command(line) if self.node else line,
                 cwd=ROOT,
                 env=expect_parent(self.environ),
                 stdin=subprocess.DEVNULL,
@@ -168,13 +172,17 @@ class Worker:
 
 
 class Cluster:
-    """Gateway and any number of workers on loopback, on free ports.
+    """Gateway and any number of workers on loopback, or each in a node of a network that
+    the test can cut; on free ports.
 
     Args:
         checkpoint: folder of the model.
         counts: processes of each stage; default one each.
         settings: configuration for all, as ``--set`` takes it.
         environ: additional environment by role (``{"encode": {"EPD_FAULTS": ...}}``).
+        nodes: where the workers of a role run. Without one they are on loopback, which
+            others don't reach: give nodes to all roles, or to none.
+        data: the switch that Mooncake uses; gRPC always goes over the LAN.
     """
 
     def __init__(
@@ -184,12 +192,16 @@ class Cluster:
         counts: Mapping[str, int] | None = None,
         settings: Mapping[str, object] | None = None,
         environ: Mapping[str, Mapping[str, str]] | None = None,
+        nodes: Mapping[str, Node] | None = None,
+        data: str = LAN,
     ) -> None:
         self._folder = folder
         self._settings = {"model.path": str(checkpoint), "log.level": "info"} | {
             key: str(value) for key, value in (settings or {}).items()
         }
         self._environ = environ or {}
+        self._nodes = nodes or {}
+        self._data = data
         self._idle_tasks: dict[str, int] = {}
         counts = dict.fromkeys(STAGES, 1) | dict(counts or {})
         ports = ("http_port", "grpc_port")
@@ -201,7 +213,11 @@ class Cluster:
     def _worker(self, role: str, index: int, settings: dict[str, str]) -> Worker:
         environ = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(self._environ.get(role, {}))
         log = self._folder / f"{role}-{index}.log"
-        return Worker(role, index, self._settings | settings, environ, log)
+        node = self._nodes.get(role)
+        if node is not None:
+            hosts = {"gateway.host": node.address, "worker.host": node.address}
+            settings = settings | hosts | {"transfer.host": node.link(self._data).address}
+        return Worker(role, index, self._settings | settings, environ, log, node)
 
     @property
     def members(self) -> list[Worker]:
@@ -239,7 +255,8 @@ class Cluster:
             port = probe.getsockname()[1]
         self.gateway.settings["gateway.membership_port"] = str(port)
         for worker in self.workers:
-            worker.settings["worker.gateways"] = f"127.0.0.1:{port}"
+            host = self.gateway.node.address if self.gateway.node else "127.0.0.1"
+            worker.settings["worker.gateways"] = f"{host}:{port}"
         for member in self.members:
             member.launch()
         with ThreadPoolExecutor(len(self.members)) as pool:

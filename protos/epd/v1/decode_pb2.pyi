@@ -84,7 +84,7 @@ class DecodeJob(_message.Message):
     request_id: _builtins.str
     """For logs and traces, the same in every stage."""
     attempt: _builtins.int
-    """From 1, counted by the gateway: tells in logs which of several tries this is."""
+    """From 0, counted by the gateway: tells in logs which of several tries this is."""
     fingerprint: _builtins.str
     """Refused when it is not this worker's: other weights can't read this KV."""
     nonce: _builtins.int

@@ -77,7 +77,7 @@ class PrefillJob(_message.Message):
     request_id: _builtins.str
     """For logs and traces, the same in every stage."""
     attempt: _builtins.int
-    """From 1, counted by the gateway: tells in logs which of several tries this is."""
+    """From 0, counted by the gateway: tells in logs which of several tries this is."""
     fingerprint: _builtins.str
     """Refused when it is not this worker's: its KV would be of another model."""
     nonce: _builtins.int

@@ -1,0 +1,235 @@
+"""Networks that a test can cut: Linux namespaces joined by switches.
+
+::
+
+    host (the tests) ──┐ 198.18.x.1
+                       │            hub: a namespace that holds the switches
+    node "gateway" ────┤ lan
+    node "prefill" ────┤ ───── data: another switch, if asked for
+    node "decode"  ────┘
+
+    with open_network() as network:
+        prefill = network.node("prefill")
+        subprocess.Popen(prefill.command([...]))      # runs there; listens on prefill.address
+        network.cut(prefill.link())                   # the cable is out; nobody is told
+        network.heal(prefill.link())
+
+A cut is silent, as a cable pulled at the switch is: no reset and no ICMP, packets vanish
+both ways and connections stay open. `separate` does the same between two nodes alone.
+
+Everything is a child of named namespaces (``epd-<pid>-<start>-...``): removing those
+removes the switches and cables as well. What a killed run left is removed by the next.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+LAN = "lan"
+_NAMESPACES = Path("/run/netns")
+# RFC 2544's range for tests of networks: no real network has these addresses.
+_SUBNETS = [f"198.{18 + number // 256}.{number % 256}" for number in range(512)]
+_NOBODY = "02:00:00:00:00:fe"
+"""A hardware address that no interface has: frames for it arrive nowhere."""
+_numbers = itertools.count()
+
+
+class Unavailable(Exception):
+    """This machine doesn't let us make networks; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The cable between a node and a switch."""
+
+    namespace: str
+    interface: str
+    """In the node's namespace."""
+    port: str
+    """The switch's end, in the hub."""
+    address: str
+
+
+@dataclass(slots=True)
+class Node:
+    """A machine of the network."""
+
+    name: str
+    namespace: str
+    links: dict[str, Link] = field(default_factory=dict)
+
+    def link(self, switch: str = LAN) -> Link:
+        return self.links[switch]
+
+    @property
+    def address(self) -> str:
+        """Where others reach it over the LAN."""
+        return self.link().address
+
+    def command(self, line: Sequence[str]) -> list[str]:
+        """The command that runs `line` in this node. It replaces itself by `line`: the
+        process id, the parent and the standard streams are the program's own."""
+        return ["nsenter", f"--net={_NAMESPACES / self.namespace}", "--", *line]
+
+
+class Network:
+    """Switches and nodes; `close` removes all of it. Use `open_network` in tests.
+
+    Args:
+        switches: the LAN, which the tests themselves are on, and others, which they aren't.
+
+    Raises:
+        Unavailable: no rights, no tools, or a kernel without bridges or veth.
+    """
+
+    def __init__(self, switches: Sequence[str] = (LAN,)) -> None:
+        _require_tools()
+        remove_stale()
+        number = next(_numbers)
+        self.prefix = f"{_mark(os.getpid())}-{number}"
+        """Of all its namespaces' names."""
+        self._hub = f"{self.prefix}-hub"
+        self._host = f"epd{os.getpid()}n{number}"
+        self._subnets = dict(zip(switches, _free_subnets(len(switches)), strict=True))
+        self._hosts = {switch: itertools.count(2) for switch in switches}
+        self._ports = itertools.count()
+        self._made: list[str] = []
+        try:
+            self._namespace(self._hub)
+            for switch in switches:
+                _ip(self._hub, f"link add {switch} type bridge stp_state 0 mcast_snooping 0")
+                _ip(self._hub, f"link set {switch} up")
+            self._attach_host(switches[0])
+        except Unavailable:
+            self.close()
+            raise
+
+    def node(self, name: str, switches: Sequence[str] | None = None) -> Node:
+        """A new machine on these switches; default: all."""
+        node = Node(name, f"{self.prefix}-{name}")
+        self._namespace(node.namespace)
+        for switch in switches if switches is not None else self._subnets:
+            node.links[switch] = self._attach(node.namespace, switch)
+        return node
+
+    def cut(self, link: Link) -> None:
+        """Pull the cable out of the switch."""
+        _ip(self._hub, f"link set {link.port} down")
+
+    def heal(self, link: Link) -> None:
+        _ip(self._hub, f"link set {link.port} up")
+
+    def separate(self, one: Link, other: Link) -> None:
+        """Nothing passes between these two any more; both still reach all others."""
+        for here, there in ((one, other), (other, one)):
+            neighbour = f"{there.address} lladdr {_NOBODY} dev {here.interface} nud permanent"
+            _ip(here.namespace, f"neigh replace {neighbour}")
+
+    def unite(self, one: Link, other: Link) -> None:
+        """End `separate`."""
+        for here, there in ((one, other), (other, one)):
+            _ip(here.namespace, f"neigh del {there.address} dev {here.interface}")
+
+    def close(self) -> None:
+        """Remove everything; processes that still run in a node lose their network."""
+        # The kernel takes namespaces down later: the host's end goes at once, its route too.
+        subprocess.run(["ip", "link", "del", self._host], capture_output=True, timeout=20)
+        while self._made:
+            _ip(None, f"netns del {self._made.pop()}")
+
+    def _namespace(self, name: str) -> None:
+        _ip(None, f"netns add {name}")
+        self._made.append(name)
+        _ip(name, "link set lo up")
+
+    def _attach(self, namespace: str, switch: str) -> Link:
+        port = f"port{next(self._ports)}"
+        address = f"{self._subnets[switch]}.{next(self._hosts[switch])}"
+        _ip(self._hub, f"link add {port} type veth peer name {switch} netns {namespace}")
+        self._plug(port, switch)
+        _ip(namespace, f"address add {address}/24 dev {switch}")
+        _ip(namespace, f"link set {switch} up")
+        return Link(namespace, switch, port, address)
+
+    def _attach_host(self, switch: str) -> None:
+        _ip(None, f"link add {self._host} type veth peer name host netns {self._hub}")
+        self._plug("host", switch)
+        _ip(None, f"address add {self._subnets[switch]}.1/24 dev {self._host}")
+        _ip(None, f"link set {self._host} up")
+
+    def _plug(self, port: str, switch: str) -> None:
+        _ip(self._hub, f"link set {port} master {switch}")
+        _ip(self._hub, f"link set {port} up")
+
+
+@contextmanager
+def open_network(switches: Sequence[str] = (LAN,)) -> Iterator[Network]:
+    """A network for a test; skips the test, visibly, where the machine doesn't allow one."""
+    try:
+        network = Network(switches)
+    except Unavailable as reason:
+        pytest.skip(f"no network namespaces here: {reason}")
+    try:
+        yield network
+    finally:
+        network.close()
+
+
+def remove_stale() -> None:
+    """Remove the namespaces of runs whose process has ended without removing them."""
+    for name in existing():
+        mark = re.match(r"epd-(\d+)-\d+", name)
+        if mark and mark[0] != _mark(int(mark[1])):
+            # Another run may be doing the same.
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+
+
+def existing() -> list[str]:
+    """Names of all namespaces of this machine."""
+    try:
+        return [path.name for path in _NAMESPACES.iterdir()]
+    except FileNotFoundError:
+        return []
+
+
+def _mark(pid: int) -> str:
+    """Names one life of a process id."""
+    try:
+        return f"epd-{pid}-{int(psutil.Process(pid).create_time() * 100)}"
+    except psutil.NoSuchProcess:
+        return f"epd-{pid}-gone"
+
+
+def _free_subnets(wanted: int) -> list[str]:
+    """Others than those that this machine routes; by process id, so that runs side by
+    side don't choose the same."""
+    routes = subprocess.run(["ip", "-4", "route"], capture_output=True, text=True, timeout=20)
+    start = os.getpid() * 7 % len(_SUBNETS)
+    turned = _SUBNETS[start:] + _SUBNETS[:start]
+    return [subnet for subnet in turned if f"{subnet}." not in routes.stdout][:wanted]
+
+
+def _require_tools() -> None:
+    if os.geteuid() != 0:
+        raise Unavailable("needs root")
+    for tool in ("ip", "nsenter"):
+        if shutil.which(tool) is None:
+            raise Unavailable(f"{tool} is not installed")
+
+
+def _ip(namespace: str | None, arguments: str) -> None:
+    line = ["ip", *(["-n", namespace] if namespace else []), *arguments.split()]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=20)
+    if done.returncode:
+        raise Unavailable(f"{' '.join(line)}: {done.stderr.strip()}")
