@@ -1,4 +1,4 @@
-"""The `epd` command: serve, one stage, chat, doctor.
+"""The `epd` command: serve, one stage, chat, bench, doctor.
 
 Flags stay few on purpose: every key of the configuration is reachable as ``--set
 section.key=value``, in a file, and from the environment (docs/operations.md). Heavy
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from epd import __version__
+from epd.bench import command as bench
 
 if TYPE_CHECKING:
     from epd.config import Config
@@ -122,6 +123,9 @@ def chat(
 
     client = Client(url, model, temperature=temperature, max_tokens=max_tokens)
     raise typer.Exit(converse(client, question, image or []))
+
+
+app.add_typer(bench.app)
 
 
 @app.command()

@@ -181,6 +181,7 @@ DISTRIBUTIONS = {
     "tokenizers": "transformers",
     "yarl": "aiohttp",
     "mooncake": "(an extra)",
+    "matplotlib": "(an extra)",
 }
 """Import name -> distribution that brings it, where they differ."""
 

@@ -1,0 +1,280 @@
+"""The command line of `epd bench`. Heavy modules are imported when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from epd.bench.campaign import Plan, Results
+    from epd.bench.workload import Load
+
+app = typer.Typer(
+    name="bench",
+    help="Measure OpenAI-compatible servers side by side, or each stage alone.",
+    invoke_without_command=True,
+    pretty_exceptions_enable=False,
+)
+
+_LOAD = "Load"
+_REQUEST = "Requests"
+
+
+@app.callback()
+def load(
+    context: typer.Context,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=URL", help="Base URL with /v1; repeat to compare."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Model id; empty: the first that is served.")] = "",
+    api_key: Annotated[str, typer.Option(envvar="EPD_BENCH_API_KEY")] = "none",
+    pid: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PID", help="A target's process, to count its CPU."),
+    ] = None,
+    extra: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=JSON", help="Fields for one target; null takes one out."),
+    ] = None,
+    concurrency: Annotated[
+        str, typer.Option(help="Requests in flight, e.g. 1,8.", rich_help_panel=_LOAD)
+    ] = "",
+    rate: Annotated[
+        str, typer.Option(help="Poisson arrivals a second, e.g. 0.5,1,2.", rich_help_panel=_LOAD)
+    ] = "",
+    trace: Annotated[
+        Path | None, typer.Option(help="Trace file (docs/benchmarks.md).", rich_help_panel=_LOAD)
+    ] = None,
+    speed: Annotated[
+        str, typer.Option(help="How much faster the trace is played.", rich_help_panel=_LOAD)
+    ] = "1",
+    requests: Annotated[int, typer.Option(min=1, help="Of one round.", rich_help_panel=_LOAD)] = 16,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Kept; one more warms up.", rich_help_panel=_LOAD)
+    ] = 3,
+    timeout: Annotated[float, typer.Option(help="Of a request, s.", rich_help_panel=_LOAD)] = 300,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Of the text.", rich_help_panel=_REQUEST)
+    ] = 100,
+    output_tokens: Annotated[int, typer.Option(min=1, rich_help_panel=_REQUEST)] = 32,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WxH", help="A picture; repeatable.", rich_help_panel=_REQUEST),
+    ] = None,
+    image_pool: Annotated[
+        int,
+        typer.Option(min=0, help="Different pictures; 0: all new.", rich_help_panel=_REQUEST),
+    ] = 0,
+    zipf: Annotated[
+        float, typer.Option(min=0, help="Of the pool's pictures.", rich_help_panel=_REQUEST)
+    ] = 1.0,
+    prefix_tokens: Annotated[
+        int, typer.Option(min=0, help="Shared by all prompts.", rich_help_panel=_REQUEST)
+    ] = 0,
+    logprobs: Annotated[
+        bool, typer.Option(help="An event a token, also without text.", rich_help_panel=_REQUEST)
+    ] = False,
+    ignore_eos: Annotated[bool, typer.Option(rich_help_panel=_REQUEST)] = True,
+    timeline: Annotated[
+        bool, typer.Option(help="Ask epd where the time went.", rich_help_panel=_REQUEST)
+    ] = False,
+    seed: int = 0,
+    slo_ttft: Annotated[
+        float | None, typer.Option(help="s; with --slo-tpot. Default: 5 x and 2 x unloaded.")
+    ] = None,
+    slo_tpot: Annotated[float | None, typer.Option(help="s a token.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Everything, with every request.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG; needs the extra bench.")] = None,
+) -> None:
+    """Drive one or more servers with the same load, in turn; print medians and ratios."""
+    if context.invoked_subcommand:
+        return
+    flags = {k: v for k, v in locals().items() if k not in ("context", "api_key")}
+    _exit_on_error(lambda: _run(flags, api_key))
+
+
+def _run(flags: dict[str, Any], api_key: str) -> None:
+    import asyncio
+
+    from epd.bench import report
+
+    plan = _plan(flags)
+    named = _pairs(flags["target"], "target")
+    if not named:
+        raise _invalid("give at least one --target NAME=URL", "target")
+    results = asyncio.run(_measure(named, plan, flags, api_key))
+    typer.echo("\n" + report.tables(results))
+    if flags["json"]:
+        workload = {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}
+        report.write(flags["json"], report.document(results, dict(named), workload))
+    if flags["plot"]:
+        from epd.bench.plot import draw
+
+        draw(results.summaries(), flags["plot"])
+
+
+async def _measure(
+    named: Sequence[tuple[str, str]], plan: Plan, flags: dict[str, Any], api_key: str
+) -> Results:
+    from epd.bench.campaign import connect, measure, session
+
+    pids, extras = _pids(flags["pid"]), _extras(flags["extra"])
+    async with session(plan) as http:
+        targets = [
+            await connect(
+                name, url, http, flags["model"], api_key, pids.get(name, ()), extras.get(name)
+            )
+            for name, url in named
+        ]
+        return await measure(targets, plan, _tell)
+
+
+def _pids(given: list[str] | None) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for name, pid in _pairs(given, "pid"):
+        if not pid.isdigit():
+            raise _invalid(f"--pid {name}={pid}: not a number", "pid")
+        found[name] = (*found.get(name, ()), int(pid))
+    return found
+
+
+def _extras(given: list[str] | None) -> dict[str, dict[str, Any]]:
+    import json
+
+    found = {}
+    for name, text in _pairs(given, "extra"):
+        try:
+            found[name] = dict(json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise _invalid(f"--extra {name}={text}: not a JSON object", "extra") from error
+    return found
+
+
+def _tell(done: Any) -> None:
+    failed = [record for record in done.records if not record.ok]
+    number = f"round {done.number}" if done.number else "warm-up"
+    typer.echo(
+        f"{number:>8}  {done.target:<16} {done.load!s:<16} {len(done.records)} requests in"
+        f" {done.wall_s:.1f} s",
+        err=True,
+    )
+    if failed:
+        first = failed[0]
+        typer.echo(f"{len(failed)} failed, e.g. {first.error}: {first.detail}", err=True)
+
+
+def _plan(flags: dict[str, Any]) -> Plan:
+    from epd.bench.campaign import Plan
+    from epd.bench.load import Limits, Workload
+    from epd.bench.summary import Slo
+
+    loads = _loads(flags)
+    extra: dict[str, Any] = {}
+    for name in ("ignore_eos", "logprobs", "timeline"):
+        if flags[name]:
+            extra[name] = True
+    slo = None
+    if (flags["slo_ttft"] is None) != (flags["slo_tpot"] is None):
+        raise _invalid("an SLO needs both --slo-ttft and --slo-tpot", "slo_ttft")
+    if flags["slo_ttft"] is not None:
+        slo = Slo(flags["slo_ttft"], flags["slo_tpot"])
+    shapes, trace = _requests(flags)
+    workload = Workload(shapes, trace, extra, flags["seed"])
+    return Plan(workload, loads, flags["rounds"], Limits(flags["timeout"]), slo)
+
+
+def _requests(flags: dict[str, Any]) -> tuple[Any, Any]:
+    import random
+
+    from epd.bench.traces import Limits, read_trace
+    from epd.bench.workload import Template
+
+    rng = random.Random(flags["seed"])
+    if flags["trace"]:
+        limits = Limits(flags["requests"], pool=flags["image_pool"], zipf=flags["zipf"])
+        return (), read_trace(flags["trace"], limits, rng)
+    template = Template(
+        flags["prompt_tokens"], flags["output_tokens"],
+        tuple(_size(text) for text in flags["image"] or ()),
+        flags["image_pool"], flags["zipf"], flags["prefix_tokens"],
+    )  # fmt: skip
+    return template.shapes(flags["requests"], rng), ()
+
+
+def _loads(flags: dict[str, Any]) -> list[Load]:
+    from epd.bench.workload import Load
+
+    given = [Load("concurrency", value) for value in _numbers(flags["concurrency"], "concurrency")]
+    given += [Load("rate", value) for value in _numbers(flags["rate"], "rate")]
+    if flags["trace"]:
+        if given:
+            raise _invalid("a trace has its own arrivals: no --rate, no --concurrency", "trace")
+        given = [Load("trace", value) for value in _numbers(flags["speed"], "speed")]
+    return given or [Load("concurrency", 1)]
+
+
+def _numbers(text: str, name: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        values = [0.0]
+    if any(not value > 0 for value in values):
+        raise _invalid(f"--{name} {text}: write numbers above 0, with commas", name)
+    return values
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, by, height = text.lower().partition("x")
+    if not (by and width.isdigit() and height.isdigit() and int(width) and int(height)):
+        raise _invalid(f"--image {text}: write WIDTHxHEIGHT", "image")
+    return int(width), int(height)
+
+
+def _pairs(given: list[str] | None, name: str) -> list[tuple[str, str]]:
+    pairs = []
+    for text in given or ():
+        key, equals, value = text.partition("=")
+        if not (equals and key and value):
+            raise _invalid(f"--{name} {text}: write NAME={name.upper()}", name)
+        pairs.append((key, value))
+    return pairs
+
+
+def _invalid(message: str, name: str) -> Exception:
+    from epd.errors import invalid
+
+    return invalid(message, name)
+
+
+def _exit_on_error(run: Any) -> None:
+    from epd.errors import EpdError
+
+    try:
+        run()
+    except EpdError as error:
+        typer.echo(f"epd bench: {error.message}", err=True)
+        raise typer.Exit(2 if error.kind.value.startswith("invalid") else 1) from error
+
+
+@app.command()
+def ceiling(
+    streams: Annotated[str, typer.Option(help="At once, e.g. 1,64.")] = "1,8,64",
+    events: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 512,
+) -> None:
+    """Say how many events a second this client can take, against a scripted server."""
+
+    def run() -> None:
+        from epd.bench.ceiling import run as measure
+
+        for found in measure(tuple(int(n) for n in _numbers(streams, "streams")), events):
+            typer.echo(
+                f"{found.streams:>4} streams: {found.events_s:,.0f} events/s,"
+                f" {found.cpu_us:.1f} us of client CPU an event"
+                f" ({1e6 / found.cpu_us:,.0f} events/s a core)"
+            )
+
+    _exit_on_error(run)
