@@ -135,6 +135,12 @@ class GatewayConfig(_Section):
     """Public gRPC API."""
     membership_port: int = Field(8002, ge=0, le=65535)
     """Workers register here."""
+    membership_host: str = ""
+    """Where that port listens; "": `host` (`epd serve`: loopback)."""
+    metrics_host: str = "127.0.0.1"
+    """Where `metrics_port` listens: plain HTTP with counts, no contents."""
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """/metrics, /ready and /debug/state without TLS and keys; 0: any free port."""
     heartbeat_s: float = Field(0.5, gt=0)
     dead_s: float = Field(2.0, gt=0)
     cancel_bound_s: float = Field(6.0, gt=0)
@@ -188,8 +194,10 @@ class WorkerConfig(_Section):
     """After SIGTERM, how long running work may go on."""
     stall_s: float = Field(10.0, gt=0)
     """Work without a step for this long is NOT_SERVING."""
+    metrics_host: str = ""
+    """Where `metrics_port` listens: plain HTTP with counts, no contents; "": `host`."""
     metrics_port: int = Field(0, ge=-1, le=65535)
-    """Prometheus port of a worker; 0: any free one, -1: none."""
+    """/metrics, /ready and /debug/state of a worker; 0: any free port, -1: none."""
 
 
 class ServeConfig(_Section):
@@ -217,6 +225,16 @@ class RpcConfig(_Section):
     encode_bytes: int = Field(32 << 20, ge=1 << 20)
     """Largest message to encode (it holds an image file)."""
     keepalive_s: float = Field(10.0, gt=0)
+    tls_cert: str = ""
+    """PEM file with this part's certificate chain, for all connections between gateways and
+    workers, in both roles; "": plain. With it `tls_key` and `tls_ca` are needed."""
+    tls_key: str = ""
+    tls_ca: str = ""
+    """PEM file: the authority of all parts. Whoever holds a certificate of it is obeyed."""
+    tls_name: str = ""
+    """Name that every part's certificate has; "": the host that is dialled."""
+    insecure: bool = False
+    """Plain ports between gateways and workers even where other machines reach them."""
 
 
 class Config(_Section):

@@ -66,10 +66,13 @@ class Supervisor:
     async def _start_all(self) -> None:
         """All at once: most of the time goes to imports, and workers dial until they are heard."""
         gateway = self.config.gateway
-        port = gateway.membership_port or _free_port(gateway.host)
+        # Workers of this machine need no port that the network reaches.
+        host = gateway.membership_host or "127.0.0.1"
+        port = gateway.membership_port or _free_port(host)
+        self.gateway.settings["gateway.membership_host"] = host
         self.gateway.settings["gateway.membership_port"] = str(port)
         for worker in self.workers:
-            worker.settings["worker.gateways"] = f"{_reachable(gateway.host)}:{port}"
+            worker.settings["worker.gateways"] = f"{_reachable(host)}:{port}"
         for child in self.children:
             await child.start(self._environ)
         _say(f"starting {', '.join(child.name for child in self.children)}")
@@ -90,7 +93,7 @@ class Supervisor:
 
     async def _until_joined(self) -> None:
         """Wait until the gateway itself says that every stage has a worker."""
-        address = self.gateway.report["http"]
+        address = self.gateway.report["metrics"]
         deadline = time.monotonic() + self.config.serve.start_timeout_s
         while (reason := await asyncio.to_thread(_why_not_ready, address)) is not None:
             for child in self.children:
@@ -169,7 +172,8 @@ class Supervisor:
         if sys.stdout.isatty():
             _print_table(self.children)
         name = self.config.model.name or os.path.basename(self.config.model.path.rstrip("/"))
-        url = f"http://{self.gateway.report['http']}/v1"
+        scheme = "https" if self.config.gateway.tls_cert else "http"
+        url = f"{scheme}://{self.gateway.report['http']}/v1"
         _say(f"serving {name} at {url} after {seconds:.1f} s; Ctrl-C stops")
 
 

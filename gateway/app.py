@@ -115,10 +115,10 @@ def build_app(service: ChatService, vocab_size: int, fingerprint: str) -> FastAP
     @app.get("/ready")
     async def ready() -> Response:
         stages = {str(stage): len(registry.live(stage)) for stage in Stage}
-        is_ready = all(stages.values()) and not service.draining
-        state = "draining" if service.draining else "ready" if is_ready else "waiting"
+        reason = why_not_ready(service)
+        state = "draining" if service.draining else "waiting" if reason else "ready"
         body = {"status": state, "live_workers": stages, "workers": registry.describe()}
-        return _json(body, 200 if is_ready else 503)
+        return _json(body, 503 if reason else 200)
 
     @app.get("/metrics")
     async def metric_page() -> Response:
@@ -132,6 +132,15 @@ def build_app(service: ChatService, vocab_size: int, fingerprint: str) -> FastAP
 
     _add_error_handlers(app)
     return app
+
+
+def why_not_ready(service: ChatService) -> str:
+    """ "" when every stage has a worker and this gateway takes requests."""
+    if service.draining:
+        return "draining"
+    registry = service.pipeline.stages.registry
+    missing = [str(stage) for stage in Stage if not registry.live(stage)]
+    return f"no worker of: {', '.join(missing)}" if missing else ""
 
 
 def counts(service: ChatService) -> dict[str, int]:

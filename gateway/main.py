@@ -18,10 +18,12 @@ from fastapi.middleware.cors import CORSMiddleware
 from epd.config import Config, GatewayConfig
 from epd.errors import EpdError, ErrorKind
 from epd.obs import logs
+from epd.obs.http import ObservationServer
+from epd.rpc import tls as inner_tls
 from epd.rpc.server import Server
 from gateway import tls
 from gateway.access import Access, AccessControl
-from gateway.app import build_app
+from gateway.app import build_app, counts, why_not_ready
 from gateway.chat import STAGE, ChatService
 from gateway.checkpoint import Loaded, load
 from gateway.grpc_api import SERVICE, GatewayService
@@ -107,6 +109,9 @@ class Gateway:
             GatewayService(self.service, spec.vocab_size, spec.fingerprint, access),
             self._public.grpc,
         )
+        self._observation = ObservationServer(
+            STAGE, lambda: counts(self.service), lambda: why_not_ready(self.service)
+        )
         self._http: _Http | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -137,10 +142,16 @@ class Gateway:
     async def start(self) -> dict[str, str]:
         """Open the addresses; returns them by API."""
         config = self._config.gateway
-        membership = await self._membership.start(config.host, config.membership_port)
+        inner = config.membership_host or config.host
+        credentials = inner_tls.server_credentials(
+            self._config.rpc, inner, "gateway.membership_host"
+        )
+        membership = await self._membership.start(inner, config.membership_port, credentials)
         self._http = _Http(self.app, config)
-        credentials = tls.grpc_credentials(config)
-        public = await self._public.start(config.host, config.grpc_port, credentials)
+        public = await self._public.start(
+            config.host, config.grpc_port, tls.grpc_credentials(config)
+        )
+        observed = await self._observation.start(config.metrics_host, config.metrics_port)
         await self._membership.set_serving(True)
         await self._public.set_serving(True)
         await self._http.start()
@@ -148,7 +159,12 @@ class Gateway:
             asyncio.create_task(sweep_forever(self.registry)),
             asyncio.create_task(self._prune_forever()),
         ]
-        return {"http": self._http.address, "grpc": public, "membership": membership}
+        return {
+            "http": self._http.address,
+            "grpc": public,
+            "membership": membership,
+            "metrics": observed,
+        }
 
     async def drain(self, grace_s: float) -> None:
         """Refuse what is new; let what runs come to its end, at most so long."""
@@ -166,6 +182,7 @@ class Gateway:
         if self._http is not None:
             await self._http.stop()
         await self._public.stop(_STOP_S)
+        await self._observation.close()
         await self._pipeline.drain()
         await self._membership.stop(0)
         await self._connections.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
@@ -18,7 +19,7 @@ import grpc.aio
 from epd.config import RpcConfig
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
-from epd.rpc.channels import dial
+from epd.rpc.channels import Dialer
 from epd.rpc.status import from_rpc_error
 from gateway.workers import Worker
 from protos.epd.v1 import decode_pb2_grpc, encode_pb2_grpc, prefill_pb2_grpc
@@ -205,36 +206,66 @@ def _now(answer: Any) -> Any:
     return None
 
 
+@dataclass(slots=True, eq=False)
+class _Line:
+    """A channel to one life of a worker, and what runs on it."""
+
+    worker: Worker
+    channel: grpc.aio.Channel
+    generation: int
+    streams: list[StageStream] = field(default_factory=list)
+
+    @property
+    def idle(self) -> bool:
+        self.streams = [stream for stream in self.streams if not stream.ended]
+        return not self.streams
+
+
 class Connections:
-    """One channel to each worker, opened when first used."""
+    """One channel to each worker, opened when first used, and anew for calls that come
+    after a change of the certificates."""
 
     def __init__(self, config: RpcConfig) -> None:
-        self._config = config
-        self._channels: dict[int, tuple[Worker, grpc.aio.Channel]] = {}
+        """
+        Raises:
+            EpdError: the certificates can't be used.
+        """
+        self._dialer = Dialer(config)
+        self._lines: dict[int, _Line] = {}
+        self._former: list[_Line] = []
 
     def open(self, stage: Stage, worker: Worker, timeout_s: float, request_id: str) -> StageStream:
         """Start a call. It ends at the deadline by itself."""
-        channel = self._channel(worker)
-        call = _STUBS[stage](channel).Run(
+        line = self._line(worker)
+        call = _STUBS[stage](line.channel).Run(
             timeout=max(timeout_s, 0.001), metadata=(("x-request-id", request_id),)
         )
-        return StageStream(stage, worker, call)
+        stream = StageStream(stage, worker, call)
+        line.streams.append(stream)
+        return stream
 
-    def _channel(self, worker: Worker) -> grpc.aio.Channel:
-        known = self._channels.get(id(worker))
-        if known is None:
-            known = (worker, dial(worker.card.address, self._config))
-            self._channels[id(worker)] = known
-        return known[1]
+    def _line(self, worker: Worker) -> _Line:
+        generation = self._dialer.generation()
+        known = self._lines.get(id(worker))
+        if known is None or known.generation != generation:
+            if known is not None:
+                self._former.append(known)
+            known = _Line(worker, self._dialer.dial(worker.card.address), generation)
+            self._lines[id(worker)] = known
+        return known
 
     async def prune(self) -> None:
-        """Close channels of workers that are gone and hold no call any more."""
-        for key, (worker, channel) in list(self._channels.items()):
-            if worker.gone and not worker.streams:
-                del self._channels[key]
-                await channel.close()
+        """Close channels that hold no call any more and get no new one."""
+        closing = [line for line in self._former if line.idle]
+        self._former = [line for line in self._former if line not in closing]
+        for key, line in list(self._lines.items()):
+            if line.idle and line.worker.gone:
+                closing.append(self._lines.pop(key))
+        for line in closing:
+            await line.channel.close()
 
     async def close(self) -> None:
-        channels, self._channels = self._channels, {}
-        for _, channel in channels.values():
-            await channel.close()
+        lines = [*self._lines.values(), *self._former]
+        self._lines, self._former = {}, []
+        for line in lines:
+            await line.channel.close()

@@ -1,44 +1,66 @@
-"""TLS of the public ports, by configuration: one certificate for HTTP and gRPC."""
+"""TLS of the public ports, by configuration: one certificate for HTTP and gRPC.
+
+Its files are looked at at every handshake: a certificate is renewed by replacing them.
+"""
 
 from __future__ import annotations
 
 import ssl
-from pathlib import Path
 from typing import Any
 
 import grpc
 
 from epd.config import GatewayConfig
 from epd.errors import invalid
+from epd.rpc.tls import Pem, Rotating, rotating_credentials
 
 
 def http_options(config: GatewayConfig) -> dict[str, Any]:
     """uvicorn's options; none without a certificate.
 
     Raises:
-        EpdError: the configuration names half of what is needed.
+        EpdError: a file can't be used, or half of what is needed is named.
     """
     if not _wanted(config):
         return {}
-    options: dict[str, Any] = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
-    if config.tls_client_ca:
-        options |= {"ssl_ca_certs": config.tls_client_ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}
-    return options
+    context = _rotating_context(config)
+    return {"ssl_context_factory": lambda *_: context}
 
 
 def grpc_credentials(config: GatewayConfig) -> grpc.ServerCredentials | None:
     """None without a certificate.
 
     Raises:
-        EpdError: a file can't be read, or half of what is needed is named.
+        EpdError: a file can't be used, or half of what is needed is named.
     """
     if not _wanted(config):
         return None
-    pair = (_read(config.tls_key, "gateway.tls_key"), _read(config.tls_cert, "gateway.tls_cert"))
-    authority = (
-        _read(config.tls_client_ca, "gateway.tls_client_ca") if config.tls_client_ca else None
-    )
-    return grpc.ssl_server_credentials([pair], authority, require_client_auth=bool(authority))
+    return rotating_credentials(Rotating(_paths(config), lambda: _read(config)))
+
+
+def _rotating_context(config: GatewayConfig) -> ssl.SSLContext:
+    """A context that hands each handshake to the newest one."""
+    newest = Rotating(_paths(config), lambda: _context(config))
+    first = newest.value
+
+    def on_hello(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        newest.refresh()
+        if newest.value is not context:
+            connection.context = newest.value
+
+    # Called at every client's hello, also for one that names no server.
+    first.sni_callback = on_hello
+    return first
+
+
+def _context(config: GatewayConfig) -> ssl.SSLContext:
+    _read(config)  # says which file is at fault
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(config.tls_cert, config.tls_key)
+    if config.tls_client_ca:
+        context.load_verify_locations(config.tls_client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def _wanted(config: GatewayConfig) -> bool:
@@ -51,8 +73,9 @@ def _wanted(config: GatewayConfig) -> bool:
     return bool(config.tls_cert)
 
 
-def _read(path: str, param: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise invalid(f"{param}: {error}", param) from error
+def _paths(config: GatewayConfig) -> list[str]:
+    return [config.tls_cert, config.tls_key, config.tls_client_ca]
+
+
+def _read(config: GatewayConfig) -> Pem:
+    return Pem.read(config.tls_cert, config.tls_key, config.tls_client_ca, "gateway.tls")

@@ -1,6 +1,6 @@
-"""GET /metrics (prometheus) and GET /debug/state (JSON) of a worker.
+"""GET /metrics (prometheus), /ready and /debug/state (JSON) of one process.
 
-A few lines of HTTP/1.0 instead of a web framework: two fixed answers, no input
+A few lines of HTTP/1.0 instead of a web framework: three fixed answers, no input
 but the path, served on the loop that works.
 """
 
@@ -23,11 +23,13 @@ _MAX_LINE = 4096
 
 
 class ObservationServer:
-    """`state()` gives the worker's live counts; numbers among them become gauges."""
+    """`state()` gives the live counts; numbers among them become gauges. `why_not()` says
+    why nothing can be served now; "": it can."""
 
-    def __init__(self, stage: str, state: State) -> None:
+    def __init__(self, stage: str, state: State, why_not: Callable[[], str]) -> None:
         self._stage = stage
         self._state = state
+        self._why_not = why_not
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> str:
@@ -70,7 +72,11 @@ class ObservationServer:
         if path == "/debug/state":
             body = orjson.dumps(dict(self._state()), option=orjson.OPT_NON_STR_KEYS)
             return _response("200 OK", "application/json", body)
-        return _response("404 Not Found", "text/plain", b"/metrics or /debug/state\n")
+        if path == "/ready":
+            reason = self._why_not()
+            status = "503 Service Unavailable" if reason else "200 OK"
+            return _response(status, "text/plain", f"{reason or 'ready'}\n".encode())
+        return _response("404 Not Found", "text/plain", b"/metrics, /ready or /debug/state\n")
 
     def _set_gauges(self) -> None:
         for what, value in self._state().items():

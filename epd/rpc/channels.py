@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc.aio
 
 from epd.config import RpcConfig
+from epd.rpc import tls
 
 Options = list[tuple[str, int]]
 
@@ -47,6 +48,34 @@ def server_options(config: RpcConfig, max_message_bytes: int) -> Options:
     ]
 
 
+class Dialer:
+    """Opens channels to other parts of the service, with the newest certificates."""
+
+    def __init__(self, config: RpcConfig) -> None:
+        """
+        Raises:
+            EpdError: the certificates can't be used.
+        """
+        self._config = config
+        self._credentials = tls.client_credentials(config)
+
+    def generation(self) -> int:
+        """Looks at the files; another number: earlier channels show an old certificate."""
+        self._credentials.refresh()
+        return self._credentials.generation
+
+    def dial(self, address: str) -> grpc.aio.Channel:
+        """A channel to "host:port". The caller closes it."""
+        options: list[tuple[str, int | str]] = [*client_options(self._config)]
+        self._credentials.refresh()
+        credentials = self._credentials.value
+        if credentials is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        if self._config.tls_name:
+            options.append(("grpc.ssl_target_name_override", self._config.tls_name))
+        return grpc.aio.secure_channel(address, credentials, options=options)
+
+
 def dial(address: str, config: RpcConfig) -> grpc.aio.Channel:
-    """A plain channel to "host:port". The caller closes it."""
-    return grpc.aio.insecure_channel(address, options=client_options(config))
+    """One channel to "host:port"; see `Dialer`."""
+    return Dialer(config).dial(address)

@@ -16,7 +16,7 @@ import grpc.aio
 
 from epd.config import RpcConfig
 from epd.obs import metrics
-from epd.rpc.channels import dial
+from epd.rpc.channels import Dialer
 from protos.epd.v1 import membership_pb2 as pb
 from protos.epd.v1 import membership_pb2_grpc
 
@@ -47,7 +47,7 @@ class MembershipClient:
         self._gateways = gateways
         self._hello = hello
         self._load = load
-        self._config = config
+        self._dialer = Dialer(config)
         self._tasks: list[asyncio.Task[None]] = []
         self._grace_ms: int | None = None
         self._wake: dict[str, asyncio.Event] = {}
@@ -96,7 +96,7 @@ class MembershipClient:
 
     async def _session(self, address: str) -> None:
         """One registration, until it ends. Raises what ended it."""
-        async with dial(address, self._config) as channel:
+        async with self._dialer.dial(address) as channel:
             stub = membership_pb2_grpc.MembershipStub(channel)
             call = stub.Join()
             try:

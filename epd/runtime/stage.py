@@ -26,6 +26,7 @@ from epd.config import Config
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from epd.obs.http import ObservationServer
+from epd.rpc import tls
 from epd.rpc.membership_client import MembershipClient
 from epd.rpc.server import Server
 from epd.runtime.steps import StepLoop
@@ -119,9 +120,10 @@ async def serve_worker(
         steps = worker.start()
         server = Server(stage, [service], config.rpc, max_message_bytes)
         add_service(server)
-        address = await server.start(config.worker.host, config.worker.port)
+        credentials = tls.server_credentials(config.rpc, config.worker.host, "worker.host")
+        address = await server.start(config.worker.host, config.worker.port, credentials)
         cleanup.push_async_callback(server.stop, 0.5)
-        metrics_address = await _observe(config, stage, worker, cleanup)
+        metrics_address = await _observe(config, worker, server, cleanup)
         members = MembershipClient(
             stage,
             config.worker.gateways,
@@ -141,12 +143,17 @@ async def serve_worker(
 
 
 async def _observe(
-    config: Config, stage: str, worker: Worker, cleanup: contextlib.AsyncExitStack
+    config: Config, worker: Worker, server: Server, cleanup: contextlib.AsyncExitStack
 ) -> str:
     if config.worker.metrics_port < 0:
         return ""
-    observation = ObservationServer(stage, lambda: _observed(worker))
-    address = await observation.start(config.worker.host, config.worker.metrics_port)
+    observation = ObservationServer(
+        str(worker.stage),
+        lambda: _observed(worker),
+        lambda: "" if server.serving else "it drains, or has work and makes no step",
+    )
+    host = config.worker.metrics_host or config.worker.host
+    address = await observation.start(host, config.worker.metrics_port)
     cleanup.push_async_callback(observation.close)
     return address
 

@@ -216,7 +216,8 @@ class Cluster:
         node = self._nodes.get(role)
         if node is not None:
             hosts = {"gateway.host": node.address, "worker.host": node.address}
-            settings = settings | hosts | {"transfer.host": node.link(self._data).address}
+            hosts |= {"transfer.host": node.link(self._data).address, "rpc.insecure": "true"}
+            settings = settings | hosts
         return Worker(role, index, self._settings | settings, environ, log, node)
 
     @property

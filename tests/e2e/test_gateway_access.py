@@ -179,12 +179,17 @@ async def test_the_access_log_has_no_contents(
 class Certificates:
     def __init__(self, folder: Path) -> None:
         self.authority, self.folder = trustme.CA(), folder
-        server = self.authority.issue_cert("127.0.0.1", "localhost")
-        self.client = self.authority.issue_cert("client@example.org")
-        server.private_key_pem.write_to_path(str(folder / "key"))
-        for blob in server.cert_chain_pems:
-            blob.write_to_path(str(folder / "cert"), append=True)
-        self.authority.cert_pem.write_to_path(str(folder / "ca"))
+        self.renew(self.authority)
+
+    def renew(self, authority: trustme.CA) -> None:
+        """Write the server's files anew; `client` and `context` follow."""
+        self.authority = authority
+        self.client = authority.issue_cert("client@example.org")
+        server = authority.issue_cert("127.0.0.1", "localhost")
+        server.private_key_pem.write_to_path(str(self.folder / "key"))
+        chain = b"".join(blob.bytes() for blob in server.cert_chain_pems)
+        (self.folder / "cert").write_bytes(chain)
+        authority.cert_pem.write_to_path(str(self.folder / "ca"))
 
     def settings(self, mutual: bool) -> dict[str, str]:
         names = {"tls_cert": "cert", "tls_key": "key"} | ({"tls_client_ca": "ca"} if mutual else {})
@@ -230,6 +235,28 @@ async def test_tls_of_both_ports(loaded: Loaded, tmp_path: Path, mutual: bool) -
             ) as channel:
                 with pytest.raises(grpc.aio.AioRpcError):
                     await over_grpc(channel, None)
+
+
+async def test_renewed_certificates_are_used_without_a_restart(
+    loaded: Loaded, tmp_path: Path
+) -> None:
+    certificates = Certificates(tmp_path)
+    async with opened(loaded, **certificates.settings(mutual=True)) as house:
+        former, channel_former = certificates.context(True), certificates.credentials(True)
+        assert await https(house, former) == 200
+        certificates.renew(trustme.CA())
+        assert await https(house, certificates.context(True)) == 200
+        with pytest.raises((aiohttp.ClientError, ssl.SSLError, OSError)):
+            await https(house, former)
+        # A client that trusts the new server, but was signed by the former authority.
+        certificates.authority.configure_trust(former)
+        with pytest.raises((aiohttp.ClientError, ssl.SSLError, OSError)):
+            await https(house, former)
+        async with grpc.aio.secure_channel(house.grpc, certificates.credentials(True)) as channel:
+            assert (await over_grpc(channel, None))[-1].WhichOneof("kind") == "finished"
+        async with grpc.aio.secure_channel(house.grpc, channel_former) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await over_grpc(channel, None)
 
 
 @pytest.mark.parametrize(

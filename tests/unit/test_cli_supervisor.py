@@ -47,7 +47,7 @@ if role == "gateway":
     port = int(settings.get("gateway.http_port", 0))
     server = http.server.HTTPServer(("127.0.0.1", port), Ready)
     at = f"127.0.0.1:{server.server_port}"
-    ready(http=at, grpc=at, membership=at)
+    ready(http=at, grpc=at, membership=at, metrics=at)
     server.serve_forever()
 assert settings["worker.gateways"]
 ready(address="a:1", metrics=None)

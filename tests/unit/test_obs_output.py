@@ -74,7 +74,8 @@ async def test_the_request_follows_into_tasks_and_does_not_leak() -> None:
 
 
 async def test_metrics_and_state_are_served() -> None:
-    server = ObservationServer("decode", lambda: {"streams": 3, "name": "x"})
+    reason = [""]
+    server = ObservationServer("decode", lambda: {"streams": 3, "name": "x"}, lambda: reason[0])
     address = await server.start("127.0.0.1", 0)
 
     def get(path: str) -> bytes:
@@ -85,6 +86,11 @@ async def test_metrics_and_state_are_served() -> None:
     assert json.loads(state) == {"streams": 3, "name": "x"}
     page = (await asyncio.to_thread(get, "/metrics")).decode()
     assert 'epd_state{stage="decode",what="streams"} 3.0' in page
+    assert await asyncio.to_thread(get, "/ready") == b"ready\n"
+    reason[0] = "no decode"
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        await asyncio.to_thread(get, "/ready")
+    assert (caught.value.code, caught.value.read()) == (503, b"no decode\n")
     with pytest.raises(urllib.error.HTTPError) as caught:
         await asyncio.to_thread(get, "/other")
     assert caught.value.code == 404
@@ -92,7 +98,7 @@ async def test_metrics_and_state_are_served() -> None:
 
 
 async def test_a_client_that_sends_nonsense_gets_an_answer_or_is_dropped() -> None:
-    server = ObservationServer("decode", dict)
+    server = ObservationServer("decode", dict, str)
     address = await server.start("127.0.0.1", 0)
     host, port = address.split(":")
     for garbage in (
