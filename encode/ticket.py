@@ -1,12 +1,12 @@
-"""One image in encode: what is known of it, what it holds."""
+"""One stream of encode: which image it wants, what it holds."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
 
+from encode.cache import Entry
 from epd.jobs import EncodeJob, StageTiming
-from epd.models.processor import PreparedImage
 from epd.runtime.streams import Stopwatch
 from epd.transfer.arena import Extent
 from epd.transfer.lease import Lease
@@ -19,25 +19,21 @@ class Ticket:
     # set by submit
     key: int
     job: EncodeJob
-    """Without the file's bytes once they are decoded."""
+    """Without the file's bytes: those are the work's."""
     nbytes: int
     """Of its rows in the arena."""
-    file_bytes: int
-    """Of the file that it still holds."""
     queue_depth: int
     finished: asyncio.Future[None]
     """Done when the rows are in the arena; else holds the error."""
     since: Stopwatch = field(default_factory=Stopwatch)
 
     # progress
-    task: asyncio.Task[None] | None = None
-    prepared: PreparedImage | None = None
-    extent: Extent | None = None
-    """From joining a batch until announced."""
+    work: int | None = None
+    """Number of the encode that it waits for."""
+    entry: Entry[Extent] | None = None
+    """Its rows, pinned for it."""
     lease: Lease | None = None
-    """From announced on."""
-    checksum: int = 0
-    closed: bool = False
+    """From announced on: the pin is the lease's."""
 
     # timeline
     queue_ms: float = 0.0

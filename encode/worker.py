@@ -1,42 +1,42 @@
-"""Vision tower and outgoing memory of one encode worker.
+"""Vision tower and outgoing memory of one encode worker: one encode, many readers.
 
 One image's life:
 
-    submit -> decode and resize (sandbox) -> Batcher -> forward (engine thread),
-    rows copied into the arena and summed -> announce (lease) -> close
+    submit --its embedding is kept-----------------------> finished -> announce -> close
+       |---equal bytes are being encoded: wait with them --^             (lease)
+       +---else: begin (works.py) -------------------------^
 
-Who owns what: the arena owns all bytes; a ticket holds an extent from joining a
-batch until it is announced, and its lease from then on. A ticket closed while its
-batch runs keeps the extent until the batch is done.
+Who owns what: the arena owns all bytes. A work holds an extent while its batch runs;
+then the cache has it, pinned once for each ticket that waited. A ticket's pin passes to
+its lease when it is announced, and ends with it: at once after a clean end, else after
+the quarantine. Whoever leaves early ends nothing for the others; the last to leave ends
+the work, unless it runs already: then the embedding is kept for whoever comes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from encode.batcher import Batcher
+from encode.cache import EmbeddingCache, Entry
 from encode.images import ImagePreparer
 from encode.ticket import Ticket
+from encode.work import Work, content_key
+from encode.works import Works
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
 from epd.handoff import embedding_bytes, embedding_contract
 from epd.jobs import EncodeJob, Stage
 from epd.models.encoder import VisionEncoder
 from epd.obs import metrics
-from epd.rpc.status import internal
-from epd.runtime.isolate import run_isolated
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.stage import Description, Load
-from epd.runtime.steps import StepLoop
-from epd.runtime.streams import Stopwatch, Streams
+from epd.runtime.streams import Streams
 from epd.transfer.arena import Arena, Extent
-from epd.transfer.checksum import checksum
 from epd.transfer.contract import Handle, Span
 
-logger = logging.getLogger(__name__)
+_CACHE = "embedding"
 
 
 class EncodeWorker:
@@ -48,29 +48,30 @@ class EncodeWorker:
         self, config: Config, encoder: VisionEncoder, pictures: ImagePreparer, memory: OwnedMemory
     ) -> None:
         self._config = config
-        self._encoder = encoder
         self.spec = encoder.spec
         self.memory = memory
-        self._images = pictures
-        self._batcher = Batcher(config.encode.batch_patches, config.encode.max_queue)
         self._arena = Arena(config.encode.arena_mib << 20)
+        self._cache: EmbeddingCache[Extent] = EmbeddingCache(
+            config.encode.cache_mib << 20, self._free, metrics.CACHE_EVICTIONS.labels(_CACHE).inc
+        )
+        self._works = Works(config, encoder, pictures, self._arena, self._cache, self._ended)
+        self._by_key: dict[bytes, Work] = {}
         self._tickets: dict[int, Ticket] = {}
         self._next_key = 0
         self.streams = Streams(self.stage)
-        self.steps = StepLoop(self.stage, self._step, self._runnable)
+        self.steps = self._works.steps
         memory.register(self._arena.address, self._arena.nbytes, self._arena)
 
     # -- one image ----------------------------------------------------------
 
     def submit(self, job: EncodeJob) -> Ticket:
-        """Queue an image.
+        """Ask for an image's rows: kept ones, those that are being made, or new ones.
 
         Raises:
             EpdError: IMAGE_TOO_LARGE, its rows don't fit the whole arena;
                 OVERLOADED, the queue is full, or lost readers hold the arena.
         """
         self.memory.check_quarantine()
-        self._check_queue(len(job.image))
         nbytes = embedding_bytes(self.spec, job.item.rows)
         if nbytes > self._arena.nbytes:
             raise EpdError(
@@ -79,168 +80,114 @@ class EncodeWorker:
                 f"(encode.arena_mib) holds {self._arena.nbytes}",
                 param="job.item.rows",
             )
-        key, self._next_key = self._next_key, self._next_key + 1
-        depth = self._batcher.admit(key)
+        number, self._next_key = self._next_key, self._next_key + 1
+        key = content_key(job) if self._cache.enabled else number.to_bytes(8)
+        entry = self._cache.take(key)
+        work = None if entry is not None else self._work(key, job, nbytes)
         finished = asyncio.get_running_loop().create_future()
-        ticket = Ticket(key, job, nbytes, len(job.image), depth, finished)
-        self._tickets[key] = ticket
-        ticket.task = asyncio.create_task(self._prepare(ticket), name=f"prepare {job.request_id}")
+        stripped = replace(job, image=b"")
+        ticket = Ticket(number, stripped, nbytes, self._works.batcher.waiting, finished)
+        self._tickets[number] = ticket
+        if work is not None:
+            ticket.work = work.number
+            work.waiters.append(ticket)
+        elif entry is not None:
+            self._give(ticket, entry)
+            metrics.CACHE_LOOKUPS.labels(_CACHE, "hit").inc()
         return ticket
 
-    def _check_queue(self, more: int) -> None:
-        """The queue is bounded in bytes too: it holds compressed files."""
-        limit = self._config.encode.max_queue_mib << 20
-        held = sum(ticket.file_bytes for ticket in self._tickets.values())
-        if held and held + more > limit:
+    def _work(self, key: bytes, job: EncodeJob, nbytes: int) -> Work:
+        """The work that makes `key`, begun now if nobody did."""
+        work = self._by_key.get(key)
+        if work is None:
+            work = self._by_key[key] = self._works.begin(key, job, nbytes)
+            metrics.CACHE_LOOKUPS.labels(_CACHE, "miss").inc()
+        elif len(self._tickets) < self._config.encode.max_queue:
+            metrics.CACHE_LOOKUPS.labels(_CACHE, "joined").inc()
+        else:
             raise EpdError(
                 ErrorKind.OVERLOADED,
-                f"{held} bytes of images wait already (encode.max_queue_mib)",
+                f"{len(self._tickets)} images wait already, or are read",
                 retry_after_s=1.0,
             )
+        return work
+
+    def _ended(self, work: Work, result: int | EpdError) -> None:
+        """Give all waiters the rows, or the reason why there are none."""
+        del self._by_key[work.key]
+        waiters, extent = work.waiters, work.extent
+        if isinstance(result, EpdError):
+            if extent is not None:
+                self._free(extent)
+            for ticket in waiters:
+                ticket.work = None
+                ticket.finished.set_exception(result)
+            return
+        assert extent is not None
+        nbytes = self._arena.rounded(work.nbytes)
+        entry = self._cache.add(work.key, extent, nbytes, result, len(waiters))
+        for ticket in waiters:
+            ticket.run_ms, ticket.preprocess_ms = work.run_ms, work.preprocess_ms
+            ticket.queue_ms = max(0.0, ticket.since.ms - work.run_ms - work.preprocess_ms)
+            self._give(ticket, entry)
+
+    def _give(self, ticket: Ticket, entry: Entry[Extent]) -> None:
+        """The entry was pinned for this ticket."""
+        ticket.work, ticket.entry = None, entry
+        metrics.observe_phases(self.stage, ticket.timing)
+        ticket.finished.set_result(None)
 
     def announce(self, ticket: Ticket) -> Handle:
         """Lease the finished rows to whoever is told the handle."""
-        extent = ticket.extent
-        assert extent is not None
+        entry = ticket.entry
+        assert entry is not None
         ticket.lease = self.memory.leases.announce(
-            ticket.job.request_id, ticket.nbytes, lambda: self._free(extent)
+            ticket.job.request_id, ticket.nbytes, lambda: self._unpin(entry), shared=entry
         )
-        ticket.extent = None  # the lease frees it now
-        address = self._arena.address_of(extent)
+        address = self._arena.address_of(entry.place)
         if self.memory.faults.fires("lease.stale"):
-            self._arena.view(extent)[0] ^= 0xFF
+            self._arena.view(entry.place)[0] ^= 0xFF
         if self.memory.faults.fires("lease.wrong_rows"):
             address = self._arena.address + (self._arena.nbytes - ticket.nbytes)
         return Handle(
             owner=self.memory.peer,
             contract=embedding_contract(self.spec, ticket.job.item.rows, ticket.job.nonce),
-            spans=(Span(address, ticket.nbytes, ticket.checksum),),
+            spans=(Span(address, ticket.nbytes, entry.checksum),),
             read_deadline_ms=self.memory.read_deadline_ms,
         )
 
     def close(self, ticket: Ticket, *, clean: bool) -> None:
         """The image's stream has ended; `clean` if its reader said that it is done.
 
-        Never announced: free at once. Announced: free at once after a clean end,
-        else quarantined. Running: its extent is freed when the batch is done.
+        Never announced: its pin ends at once. Announced: at once after a clean end, else
+        after the quarantine, and nobody new gets these rows: a reader that found them
+        damaged ends like that.
         """
-        ticket.closed = True
-        if ticket.task is not None:
-            ticket.task.cancel()
+        del self._tickets[ticket.key]
         if not ticket.finished.done():
             ticket.finished.cancel()
-        running = self._batcher.abort(ticket.key)
         if ticket.lease is not None:
+            assert ticket.entry is not None
+            if not clean:
+                self._cache.retire(ticket.entry)
             self.memory.end(ticket.lease, clean=clean)
-        elif not running:
-            self._drop(ticket)
-        if not running:
-            del self._tickets[ticket.key]
-        self.steps.poke()
+        elif ticket.entry is not None:
+            self._unpin(ticket.entry)
+        elif ticket.work is not None:
+            self._leave(self._works[ticket.work], ticket)
 
-    def _drop(self, ticket: Ticket) -> None:
-        if ticket.extent is not None:
-            self._free(ticket.extent)
-            ticket.extent = None
+    def _leave(self, work: Work, ticket: Ticket) -> None:
+        work.waiters.remove(ticket)
+        if not work.waiters and self._works.abandon(work):
+            del self._by_key[work.key]
+
+    def _unpin(self, entry: Entry[Extent]) -> None:
+        self._cache.unpin(entry)
+        self.steps.poke()
 
     def _free(self, extent: Extent) -> None:
         self._arena.free(extent)
         self.steps.poke()
-
-    async def _prepare(self, ticket: Ticket) -> None:
-        """Decode one picture in its turn; a bad one fails only its own ticket."""
-        await self._images.place.acquire()
-        try:
-            ticket.queue_ms = ticket.since.ms
-            watch = Stopwatch()
-            ticket.prepared = await self._images.prepare(ticket.job)
-            ticket.preprocess_ms = watch.ms
-            ticket.job, ticket.file_bytes = replace(ticket.job, image=b""), 0
-        except EpdError as error:
-            self._fail(ticket, error)
-        except Exception:
-            logger.exception("a picture can't be prepared")
-            self._fail(ticket, internal(ticket.job.request_id))
-        finally:
-            if ticket.prepared is None:
-                self._images.place.release()
-        if ticket.prepared is not None:
-            await self._hold_place(ticket)
-
-    async def _hold_place(self, ticket: Ticket) -> None:
-        """Keep the place of a decoded picture until its batch is done or it is closed."""
-        assert ticket.prepared is not None
-        self._batcher.prepared(ticket.key, ticket.prepared.patches)
-        self.steps.poke()
-        try:
-            await asyncio.wait([ticket.finished])
-        finally:
-            self._images.place.release()
-
-    def _fail(self, ticket: Ticket, error: EpdError) -> None:
-        if not ticket.finished.done():
-            ticket.finished.set_exception(error)
-
-    # -- batches ------------------------------------------------------------
-
-    def _runnable(self) -> bool:
-        """Whether a batch could start: a full arena is the readers' business, not a stall."""
-        key = self._batcher.first
-        return key is not None and self._arena.largest_free >= self._tickets[key].nbytes
-
-    def _reserve(self, key: int) -> bool:
-        ticket = self._tickets[key]
-        try:
-            ticket.extent = self._arena.allocate(ticket.nbytes)
-        except EpdError:  # full: wait for a lease to end
-            return False
-        return True
-
-    async def _step(self) -> bool:
-        keys = self._batcher.next_batch(self._reserve)
-        if not keys:
-            return False
-        batch = [self._tickets[key] for key in keys]
-        watch = Stopwatch()
-        for ticket in batch:
-            ticket.queue_ms = ticket.since.ms - ticket.preprocess_ms
-        results = await self.steps.run(lambda: self._forward(batch), len(batch))
-        self._batcher.complete(keys)
-        for ticket, result in zip(batch, results, strict=True):
-            ticket.run_ms = watch.ms
-            self._settle(ticket, result)
-        return True
-
-    def _settle(self, ticket: Ticket, result: int | EpdError) -> None:
-        """Apply one image's result: a sum, or why there is none."""
-        if ticket.closed:
-            self._drop(ticket)
-            del self._tickets[ticket.key]
-        elif isinstance(result, EpdError):
-            self._drop(ticket)
-            self._fail(ticket, result)
-        else:
-            ticket.checksum = result
-            metrics.IMAGES.labels(self.stage).inc()
-            metrics.observe_phases(self.stage, ticket.timing)
-            ticket.finished.set_result(None)
-        ticket.prepared = None
-
-    def _forward(self, batch: Sequence[Ticket]) -> list[int | EpdError]:
-        """In the engine thread: a sum for each image, or why there is none."""
-        return run_isolated(self._encode, batch, lambda ticket: ticket.job.request_id)
-
-    def _encode(self, batch: Sequence[Ticket]) -> list[int]:
-        images = [ticket.prepared for ticket in batch if ticket.prepared is not None]
-        assert len(images) == len(batch)
-        sums = []
-        for ticket, rows in zip(batch, self._encoder.encode(images), strict=True):
-            assert ticket.extent is not None
-            place = self._arena.view(ticket.extent)
-            assert tuple(rows.shape) == (self.spec.planes, ticket.job.item.rows, self.spec.hidden)
-            place.view(rows.dtype).view(rows.shape).copy_(rows)
-            sums.append(checksum(place))
-        return sums
 
     # -- the whole worker ---------------------------------------------------
 
@@ -256,16 +203,18 @@ class EncodeWorker:
         )
 
     def load(self) -> Load:
-        return Load(running=self._batcher.running, waiting=self._batcher.waiting)
+        return Load(running=self._works.batcher.running, waiting=self._works.batcher.waiting)
 
     def state(self) -> Mapping[str, object]:
         return {
             "streams": len(self.streams),
-            "waiting": self._batcher.waiting,
-            "running": self._batcher.running,
-            "tickets": len(self._tickets),
-            "arena_bytes_used": self._arena.used_bytes,
+            "waiting": self._works.batcher.waiting,
+            "running": self._works.batcher.running,
+            "tickets": len(self._tickets) + len(self._works),
+            "arena_bytes_used": self._arena.used_bytes - self._cache.idle_bytes,
             "arena_bytes": self._arena.nbytes,
+            "cache_bytes": self._cache.kept_bytes,
+            "cache_bytes_pinned": self._cache.pinned_bytes,
             "steps": self.steps.steps,
             "tasks": len(asyncio.all_tasks()),
             **self.memory.state(),
@@ -280,16 +229,18 @@ class EncodeWorker:
 
     def check_integrity(self) -> None:
         """Assert the bookkeeping; call it when idle or after a test."""
-        self._batcher.check_integrity()
+        self._works.check_integrity()
+        self._cache.check_integrity()
         self._arena.check_integrity()
         self.memory.leases.check_integrity()
-        if not self._tickets and not self.memory.leases.quarantined_bytes:
-            assert self._arena.used_bytes == 0, "an extent leaked"
+        if not self._tickets and not self._works and not self.memory.leases.quarantined_bytes:
+            assert not self._by_key, "a work is not forgotten"
+            assert self._cache.pinned_bytes == 0, "a pin leaked"
+            assert self._arena.used_bytes == self._cache.idle_bytes, "an extent leaked"
 
     def start(self) -> asyncio.Task[None]:
         return self.steps.start()
 
     async def shut_down(self) -> None:
-        await self.steps.close()
-        self._images.close()
+        await self._works.close()
         await self.memory.close()

@@ -54,6 +54,10 @@ class EncodeConfig(_Section):
     """Most vision patches in one forward; a larger image runs alone."""
     arena_mib: int = Field(256, ge=1)
     """Registered memory for finished embeddings."""
+    cache_mib: int = Field(256, ge=0)
+    """Of the arena: embeddings that are kept after their readers are done, for the next
+    request with that picture. They give way when a new one needs the place. 0: nothing
+    is kept, and equal pictures in flight are encoded each on its own."""
     max_queue: int = Field(256, ge=1)
     max_queue_mib: int = Field(512, ge=1)
     """Image files that wait, all together."""

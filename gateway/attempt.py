@@ -227,6 +227,8 @@ class Attempt:
         at fault, nobody knows."""
         if self.preempted(fault):
             return
+        if fault.error.kind is ErrorKind.CHECKSUM_MISMATCH and fault.stage is Stage.PREFILL:
+            self._encoding.doubt()
         for progress in self._group if branch is None else [branch.progress]:
             progress.blame(fault)
             if fault.error.kind is ErrorKind.TRANSFER_FAILED and fault.stage is Stage.PREFILL:

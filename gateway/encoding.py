@@ -42,6 +42,7 @@ class Encoding:
         self._leases: dict[int, StageStream] = {}
         """By image: who announced its embedding. Other encoders have nothing to lose."""
         self._holding: dict[int, asyncio.Task[None]] = {}
+        self._doubted = False
 
     async def run(self, index: int) -> None:
         """Encode one image and hold its lease until `fetched`.
@@ -76,11 +77,16 @@ class Encoding:
             stream.finish()
             self._holding[event.index].cancel()
 
+    def doubt(self) -> None:
+        """Prefill found damaged rows. A lease that is not ended cleanly tells the encoder
+        to give those rows to nobody else."""
+        self._doubted = True
+
     def close(self, clean: bool) -> None:
         """End what is open; `clean` if prefill reads nothing any more."""
         leased = set(self._leases.values())
         for stream in self.streams:
-            if clean and stream in leased:
+            if clean and not self._doubted and stream in leased:
                 stream.finish()
             else:
                 stream.abort()

@@ -43,6 +43,13 @@ STEP_FAILURES = _counter("epd_step_failures", "Steps that raised", "stage")
 PREEMPTIONS = _counter("epd_preemptions", "Sequences pushed out for want of blocks", "stage")
 TOKENS = _counter("epd_tokens", "Tokens computed (prefill) or generated (decode)", "stage")
 IMAGES = _counter("epd_images", "Images encoded", "stage")
+CACHE_LOOKUPS = _counter(
+    "epd_cache_lookups",
+    "What was looked for in a cache: hit, miss, joined (somebody is making it already)",
+    "cache",
+    "outcome",
+)
+CACHE_EVICTIONS = _counter("epd_cache_evictions", "Cached entries that gave way", "cache")
 DECODERS_LOST = _counter(
     "epd_decoders_lost", "Processes that a picture file killed, by time or crash", "reason"
 )

@@ -50,7 +50,7 @@ class Extents:
             EpdError: OVERLOADED, no free piece is long enough now.
         """
         assert nbytes > 0, nbytes
-        need = self._rounded(nbytes)
+        need = self.rounded(nbytes)
         fits = [(length, index) for index, (_, length) in enumerate(self._free) if length >= need]
         if not fits:
             raise EpdError(
@@ -73,7 +73,7 @@ class Extents:
         """Give an extent back; freeing it twice is a bug of ours."""
         assert self._used.get(extent.offset) is extent, f"not reserved: {extent}"
         del self._used[extent.offset]
-        start, end = extent.offset, extent.offset + self._rounded(extent.nbytes)
+        start, end = extent.offset, extent.offset + self.rounded(extent.nbytes)
         index = bisect_left(self._free, (start, 0))
         if index < len(self._free) and self._free[index][0] == end:
             end += self._free.pop(index)[1]
@@ -100,7 +100,7 @@ class Extents:
 
     def check_integrity(self) -> None:
         """Assert the table at the top of this file."""
-        used = [(e.offset, self._rounded(e.nbytes), True) for e in self._used.values()]
+        used = [(e.offset, self.rounded(e.nbytes), True) for e in self._used.values()]
         free = [(offset, length, False) for offset, length in self._free]
         position, after_free = 0, False
         for offset, length, is_used in sorted(used + free):
@@ -111,7 +111,8 @@ class Extents:
             position, after_free = offset + length, not is_used
         assert position == self.nbytes, f"ends at {position} of {self.nbytes}"
 
-    def _rounded(self, nbytes: int) -> int:
+    def rounded(self, nbytes: int) -> int:
+        """What an extent of `nbytes` takes."""
         return -(-nbytes // self.alignment) * self.alignment
 
 

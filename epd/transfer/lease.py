@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -35,6 +36,8 @@ class Lease:
     key: str
     """Request id, for logs."""
     nbytes: int = 0
+    shared: Hashable = None
+    """Names bytes that other leases cover too: in quarantine they count once."""
     state: LeaseState = LeaseState.OPEN
     _frees: list[Callable[[], None]] = field(default_factory=list)
 
@@ -53,11 +56,15 @@ class LeaseTable:
         self._quarantined: list[tuple[float, int, Lease]] = []  # heap by end of quarantine
         self._order = itertools.count()
         self._quarantined_bytes = 0
+        self._lost_shares: Counter[Hashable] = Counter()
 
-    def announce(self, key: str, nbytes: int, free: Callable[[], None]) -> Lease:
+    def announce(
+        self, key: str, nbytes: int, free: Callable[[], None], shared: Hashable = None
+    ) -> Lease:
         """Open a lease on bytes that a reader is about to be told of.
 
-        `free` is called exactly once, from `release` or `sweep`.
+        `free` is called exactly once, from `release` or `sweep`. Leases with the same
+        `shared` (not None) cover the same bytes.
 
         Raises:
             EpdError: OVERLOADED, too much memory waits for lost readers; `free`
@@ -70,7 +77,7 @@ class LeaseTable:
                 f"(limit {self.max_quarantined})",
                 retry_after_s=self.hold_s,
             )
-        lease = Lease(key)
+        lease = Lease(key, shared=shared)
         self._open.add(lease)
         self.extend(lease, nbytes, free)
         return lease
@@ -78,6 +85,7 @@ class LeaseTable:
     def extend(self, lease: Lease, nbytes: int, free: Callable[[], None]) -> None:
         """Put more announced bytes under an open lease (KV of a later chunk)."""
         assert lease.state is LeaseState.OPEN, lease
+        assert lease.shared is None or not lease.nbytes, "shared bytes are announced at once"
         lease.nbytes += nbytes
         lease._frees.append(free)
 
@@ -90,7 +98,10 @@ class LeaseTable:
         """Contact was lost: keep the bytes until no read can be under way."""
         self._close(lease)
         lease.state = LeaseState.QUARANTINED
-        self._quarantined_bytes += lease.nbytes
+        if lease.shared is None or not self._lost_shares[lease.shared]:
+            self._quarantined_bytes += lease.nbytes
+        if lease.shared is not None:
+            self._lost_shares[lease.shared] += 1
         heapq.heappush(self._quarantined, (now + self.hold_s, next(self._order), lease))
 
     def sweep(self, now: float) -> int:
@@ -98,10 +109,21 @@ class LeaseTable:
         freed = 0
         while self._quarantined and self._quarantined[0][0] <= now:
             _, _, lease = heapq.heappop(self._quarantined)
-            self._quarantined_bytes -= lease.nbytes
-            freed += lease.nbytes
+            if self._last_of(lease):
+                self._quarantined_bytes -= lease.nbytes
+                freed += lease.nbytes
             self._free(lease)
         return freed
+
+    def _last_of(self, lease: Lease) -> bool:
+        """Whether no other lost lease covers its bytes; it is about to be freed."""
+        if lease.shared is None:
+            return True
+        self._lost_shares[lease.shared] -= 1
+        if self._lost_shares[lease.shared]:
+            return False
+        del self._lost_shares[lease.shared]
+        return True
 
     @property
     def next_sweep(self) -> float | None:
@@ -125,7 +147,9 @@ class LeaseTable:
         waiting = [lease for _, _, lease in self._quarantined]
         assert all(lease.state is LeaseState.OPEN for lease in self._open)
         assert all(lease.state is LeaseState.QUARANTINED for lease in waiting)
-        assert self._quarantined_bytes == sum(lease.nbytes for lease in waiting)
+        own = sum(lease.nbytes for lease in waiting if lease.shared is None)
+        shared = {lease.shared: lease.nbytes for lease in waiting if lease.shared is not None}
+        assert self._quarantined_bytes == own + sum(shared.values())
         assert all(lease._frees for lease in [*self._open, *waiting])
 
     def _close(self, lease: Lease) -> None:

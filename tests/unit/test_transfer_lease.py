@@ -144,3 +144,22 @@ def test_ending_twice_is_caught() -> None:
         table.lost(lease, now=0.0)
     with pytest.raises(AssertionError):
         table.extend(lease, 1, lambda: None)
+
+
+def test_bytes_of_several_leases_are_quarantined_once_and_each_lease_is_freed() -> None:
+    table, freed = LeaseTable(HOLD, CAP), []
+    entry = object()
+    leases = [table.announce("r", 100, lambda n=n: freed.append(n), shared=entry) for n in range(3)]
+    own = table.announce("r", 7, lambda: freed.append(9))
+    for now, lease in enumerate(leases[:2]):
+        table.lost(lease, float(now))
+    table.lost(own, 1.0)
+    table.check_integrity()
+    assert table.quarantined_bytes == 107
+    table.release(leases[2])
+    assert freed == [2]
+    assert table.sweep(HOLD) == 0, "another lost reader may still read them"
+    assert (freed, table.quarantined_bytes) == ([2, 0], 107)
+    assert table.sweep(HOLD + 1) == 107
+    assert (sorted(freed), table.quarantined_bytes) == ([0, 1, 2, 9], 0)
+    table.check_integrity()

@@ -1,0 +1,204 @@
+"""Encodes under way: from a file's bytes to rows in the arena, for whoever waits.
+
+    begin -> decode and resize (sandbox) -> Batcher -> forward (engine thread), rows
+    copied into the arena and summed -> result
+
+A picture that cannot be decoded, or whose forward raises, fails its own work only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from encode.batcher import Batcher
+from encode.cache import EmbeddingCache
+from encode.images import ImagePreparer
+from encode.work import Work
+from epd.config import Config
+from epd.errors import EpdError, ErrorKind
+from epd.jobs import EncodeJob, Stage
+from epd.models.encoder import VisionEncoder
+from epd.obs import metrics
+from epd.rpc.status import internal
+from epd.runtime.isolate import run_isolated
+from epd.runtime.steps import StepLoop
+from epd.runtime.streams import Stopwatch
+from epd.transfer.arena import Arena, Extent
+from epd.transfer.checksum import checksum
+
+logger = logging.getLogger(__name__)
+Ended = Callable[[Work, int | EpdError], None]
+
+
+class Works:
+    """`ended(work, sum or reason)` is called once for each work that wasn't abandoned
+    before it ran; the rows are in `work.extent` then, which is the callee's."""
+
+    def __init__(
+        self,
+        config: Config,
+        encoder: VisionEncoder,
+        pictures: ImagePreparer,
+        arena: Arena,
+        cache: EmbeddingCache[Extent],
+        ended: Ended,
+    ) -> None:
+        self._encoder = encoder
+        self._spec = encoder.spec
+        self._images = pictures
+        self._arena = arena
+        self._cache = cache
+        self._ended = ended
+        self._max_file_bytes = config.encode.max_queue_mib << 20
+        self.batcher = Batcher(config.encode.batch_patches, config.encode.max_queue)
+        self._works: dict[int, Work] = {}
+        self._next = 0
+        self.steps = StepLoop(Stage.ENCODE, self._step, self._runnable)
+
+    def __len__(self) -> int:
+        return len(self._works)
+
+    def __getitem__(self, number: int) -> Work:
+        return self._works[number]
+
+    def begin(self, key: bytes, job: EncodeJob, nbytes: int) -> Work:
+        """Queue a picture whose rows take `nbytes`.
+
+        Raises:
+            EpdError: OVERLOADED, the queue is full.
+        """
+        self._check_queue(len(job.image))
+        number, self._next = self._next, self._next + 1
+        self.batcher.admit(number)
+        over = asyncio.get_running_loop().create_future()
+        work = Work(number, key, job, nbytes, len(job.image), over)
+        self._works[number] = work
+        work.task = asyncio.create_task(self._prepare(work), name=f"prepare {job.request_id}")
+        return work
+
+    def _check_queue(self, more: int) -> None:
+        """The queue is bounded in bytes too: it holds compressed files."""
+        held = sum(work.file_bytes for work in self._works.values())
+        if held and held + more > self._max_file_bytes:
+            raise EpdError(
+                ErrorKind.OVERLOADED,
+                f"{held} bytes of images wait already (encode.max_queue_mib)",
+                retry_after_s=1.0,
+            )
+
+    def abandon(self, work: Work) -> bool:
+        """Nobody waits any more. False if it runs: then its result comes all the same."""
+        if self.batcher.abort(work.number):
+            return False
+        assert work.extent is None, "only a running work has a place"
+        if work.task is not None:
+            work.task.cancel()
+        self._end(work)
+        self.steps.poke()
+        return True
+
+    def _end(self, work: Work) -> None:
+        del self._works[work.number]
+        work.prepared = None
+        if not work.over.done():
+            work.over.set_result(None)
+
+    def _fail(self, work: Work, error: EpdError) -> None:
+        self.batcher.abort(work.number)
+        self._end(work)
+        self._ended(work, error)
+
+    async def _prepare(self, work: Work) -> None:
+        """Decode one picture in its turn."""
+        await self._images.place.acquire()
+        try:
+            work.queue_ms = work.since.ms
+            watch = Stopwatch()
+            work.prepared = await self._images.prepare(work.job)
+            work.preprocess_ms = watch.ms
+            work.job, work.file_bytes = replace(work.job, image=b""), 0
+        except EpdError as error:
+            self._fail(work, error)
+        except Exception:
+            logger.exception("a picture can't be prepared")
+            self._fail(work, internal(work.name))
+        finally:
+            if work.prepared is None:
+                self._images.place.release()
+        if work.prepared is not None:
+            await self._hold_place(work)
+
+    async def _hold_place(self, work: Work) -> None:
+        """Keep the place of a decoded picture until its batch is done or it is abandoned."""
+        assert work.prepared is not None
+        self.batcher.prepared(work.number, work.prepared.patches)
+        self.steps.poke()
+        try:
+            await asyncio.wait([work.over])
+        finally:
+            self._images.place.release()
+
+    # -- batches ------------------------------------------------------------
+
+    def _runnable(self) -> bool:
+        """Whether a batch could start: a full arena is the readers' business, not a stall."""
+        number = self.batcher.first
+        if number is None:
+            return False
+        return self._cache.idle > 0 or self._arena.largest_free >= self._works[number].nbytes
+
+    def _reserve(self, number: int) -> bool:
+        """Kept embeddings give way, one by one, until it fits."""
+        work = self._works[number]
+        while self._arena.largest_free < work.nbytes:
+            if not self._cache.evict():
+                return False  # wait for a lease to end
+        work.extent = self._arena.allocate(work.nbytes)
+        return True
+
+    async def _step(self) -> bool:
+        numbers = self.batcher.next_batch(self._reserve)
+        if not numbers:
+            return False
+        batch = [self._works[number] for number in numbers]
+        watch = Stopwatch()
+        for work in batch:
+            work.queue_ms = work.since.ms - work.preprocess_ms
+        results = await self.steps.run(lambda: self._forward(batch), len(batch))
+        self.batcher.complete(numbers)
+        for work, result in zip(batch, results, strict=True):
+            work.run_ms = watch.ms
+            if not isinstance(result, EpdError):
+                metrics.IMAGES.labels(Stage.ENCODE).inc()
+            self._end(work)
+            self._ended(work, result)
+        return True
+
+    def _forward(self, batch: Sequence[Work]) -> list[int | EpdError]:
+        """In the engine thread: a sum for each image, or why there is none."""
+        return run_isolated(self._encode, batch, lambda work: work.name)
+
+    def _encode(self, batch: Sequence[Work]) -> list[int]:
+        images = [work.prepared for work in batch if work.prepared is not None]
+        assert len(images) == len(batch)
+        sums = []
+        for work, rows in zip(batch, self._encoder.encode(images), strict=True):
+            assert work.extent is not None
+            place = self._arena.view(work.extent)
+            shape = (self._spec.planes, work.job.item.rows, self._spec.hidden)
+            assert tuple(rows.shape) == shape
+            place.view(rows.dtype).view(rows.shape).copy_(rows)
+            sums.append(checksum(place))
+        return sums
+
+    def check_integrity(self) -> None:
+        self.batcher.check_integrity()
+        waiting = self.batcher.waiting + self.batcher.running
+        assert waiting == len(self._works), "a work was lost, or not forgotten"
+
+    async def close(self) -> None:
+        await self.steps.close()
+        self._images.close()

@@ -1,0 +1,329 @@
+"""The encode worker's own logic: one encode for many readers, with fake pictures and tower."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encode.ticket import Ticket
+from encode.work import content_key
+from encode.worker import EncodeWorker
+from epd.errors import EpdError, ErrorKind
+from epd.jobs import EncodeJob, ImageItem
+from epd.models.processor import PreparedImage
+from epd.obs import metrics
+from epd.transfer.checksum import checksum_at
+from epd.transfer.contract import Handle
+from tests.unit.fake_stage import FakeLm, FakeMemory, config
+
+ROWS = 20_000
+"""Of 16 bytes: three pictures fill the arena of 1 MiB."""
+BAD, POISON = 66, 67
+"""Pictures that can't be decoded, and that the tower raises at."""
+
+
+def job(picture: int, request: str = "r", **item: Any) -> EncodeJob:
+    facts: dict[str, Any] = {
+        "index": 0, "digest": bytes([picture]) * 32, "rows": ROWS, "grid": (), "width": 8,
+        "height": 8, "images_in_request": 1,
+    }  # fmt: skip
+    return EncodeJob(request, 1, 5, ImageItem(**facts | item), bytes([picture]) * 100)
+
+
+@dataclass
+class Pictures:
+    """Stands in for the sandbox: a file's first byte is its picture."""
+
+    place: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    decoded: Counter[int] = field(default_factory=Counter)
+
+    async def prepare(self, wanted: EncodeJob) -> PreparedImage:
+        picture = wanted.image[0]
+        self.decoded[picture] += 1
+        await self.gate.wait()
+        if picture == BAD:
+            raise EpdError(ErrorKind.INVALID_IMAGE, "no picture", param="job.image")
+        return PreparedImage({"picture": torch.tensor(picture)}, ROWS, (), ROWS, 0)
+
+    def close(self) -> None:
+        pass
+
+
+class Tower:
+    def __init__(self) -> None:
+        self.spec = FakeLm().spec
+        self.encoded: Counter[int] = Counter()
+
+    def encode(self, images: Sequence[PreparedImage]) -> list[torch.Tensor]:
+        pictures = [int(image.tensors["picture"]) for image in images]
+        if POISON in pictures:
+            raise ZeroDivisionError("poison")
+        self.encoded.update(pictures)
+        shape = (self.spec.planes, ROWS, self.spec.hidden)
+        return [torch.full(shape, float(picture)) for picture in pictures]
+
+
+class Bench:
+    def __init__(self, **flags: Any) -> None:
+        self.memory, self.pictures, self.tower = FakeMemory(), Pictures(), Tower()
+        self.pictures.gate.set()
+        limits = {"encode__arena_mib": 1, "encode__cache_mib": 1, "encode__max_queue": 20}
+        made: Any = (config(**limits | flags), self.tower, self.pictures, self.memory)
+        self.worker = EncodeWorker(*made)
+        self.worker.start()
+
+    def state(self, name: str) -> Any:
+        return self.worker.state()[name]
+
+    async def ready(self, wanted: EncodeJob) -> tuple[Ticket, Handle]:
+        ticket = self.worker.submit(wanted)
+        await asyncio.wait_for(asyncio.shield(ticket.finished), 5)
+        return ticket, self.worker.announce(ticket)
+
+    async def close(self) -> None:
+        self.pictures.gate.set()
+        await asyncio.sleep(0.02)
+        self.memory.now += 10
+        self.worker.tick()
+        self.worker.check_integrity()
+        assert self.state("tickets") == 0
+        assert self.state("arena_bytes_used") == 0
+        assert self.state("cache_bytes_pinned") == 0
+        places = self.pictures.place
+        assert places._value == 4, "a place for a decoded picture leaked"
+        await self.worker.shut_down()
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    made = Bench()
+    yield made
+    await made.close()
+
+
+def looked_up(outcome: str) -> float:
+    return metrics.CACHE_LOOKUPS.labels("embedding", outcome)._value.get()
+
+
+def value_at(handle: Handle) -> float:
+    """The picture whose rows a reader of this handle gets; its sum is checked."""
+    import ctypes
+
+    (span,) = handle.spans
+    assert checksum_at(span.address, span.length) == span.checksum, "the rows changed"
+    return float(ctypes.c_float.from_address(span.address).value)
+
+
+async def test_a_picture_asked_for_again_is_neither_decoded_nor_encoded(bench: Bench) -> None:
+    hits = looked_up("hit")
+    first, handle = await bench.ready(job(1, "a"))
+    bench.worker.close(first, clean=True)
+    again, second = await bench.ready(job(1, "b"))
+    assert handle.spans == second.spans, "the same bytes, summed once"
+    assert bench.pictures.decoded == bench.tower.encoded == Counter({1: 1})
+    assert looked_up("hit") == hits + 1
+    assert again.timing.run_ms == again.timing.preprocess_ms == 0
+    bench.worker.close(again, clean=True)
+
+
+async def test_many_who_want_it_at_once_wait_for_one_encode(bench: Bench) -> None:
+    joined = looked_up("joined")
+    bench.pictures.gate.clear()
+    tickets = [bench.worker.submit(job(1, f"r{i}")) for i in range(5)]
+    await asyncio.sleep(0.01)
+    bench.worker.close(tickets[0], clean=False)  # the first leaves: the work goes on
+    bench.worker.close(tickets[3], clean=False)
+    bench.pictures.gate.set()
+    rest = [tickets[i] for i in (1, 2, 4)]
+    for ticket in rest:
+        await asyncio.wait_for(ticket.finished, 5)
+        assert value_at(bench.worker.announce(ticket)) == 1
+    assert bench.tower.encoded == Counter({1: 1})
+    assert looked_up("joined") == joined + 4
+    for ticket in rest:
+        bench.worker.close(ticket, clean=True)
+
+
+async def test_the_last_to_leave_ends_the_work(bench: Bench) -> None:
+    bench.pictures.gate.clear()
+    tickets = [bench.worker.submit(job(1)) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    for ticket in tickets:
+        bench.worker.close(ticket, clean=False)
+    bench.pictures.gate.set()
+    await asyncio.sleep(0.02)
+    assert not bench.tower.encoded
+    assert bench.state("cache_bytes") == 0
+
+
+@pytest.mark.parametrize(
+    ("picture", "kind"), [(BAD, ErrorKind.INVALID_IMAGE), (POISON, ErrorKind.INTERNAL)]
+)
+async def test_a_failed_encode_fails_all_who_wait_and_leaves_nothing(
+    bench: Bench, picture: int, kind: ErrorKind
+) -> None:
+    for _ in range(3):
+        tickets = [bench.worker.submit(job(picture)) for _ in range(3)]
+        good, handle = await bench.ready(job(1))
+        assert value_at(handle) == 1
+        for ticket in tickets:
+            with pytest.raises(EpdError) as caught:
+                await asyncio.wait_for(ticket.finished, 5)
+            assert caught.value.kind is kind
+            bench.worker.close(ticket, clean=False)
+        bench.worker.close(good, clean=True)
+    assert bench.pictures.decoded[picture] == 3, "tried again each time: no entry was left"
+    assert bench.tower.encoded == Counter({1: 1})
+
+
+async def test_rows_that_a_lost_reader_may_read_are_kept_and_given_to_nobody(bench: Bench) -> None:
+    lost, handle = await bench.ready(job(1))
+    other, _ = await bench.ready(job(1))
+    bench.worker.close(lost, clean=False)
+    bench.worker.close(other, clean=False)
+    quarantined = bench.memory.leases.quarantined_bytes
+    assert quarantined == lost.nbytes, "the same bytes count once"
+    again, fresh = await bench.ready(job(1))
+    assert fresh.spans[0].address != handle.spans[0].address
+    assert bench.tower.encoded == Counter({1: 2})
+    for picture in (2, 3):  # room for one more only: the quarantined place is taken
+        ticket, _ = await bench.ready(job(picture))
+        assert value_at(handle) == 1
+        bench.worker.close(ticket, clean=True)
+    bench.worker.close(again, clean=True)
+
+
+async def test_kept_pictures_give_way_to_new_ones(bench: Bench) -> None:
+    for picture in (1, 2, 3, 1, 4, 1):
+        ticket, handle = await bench.ready(job(picture))
+        assert value_at(handle) == picture
+        bench.worker.close(ticket, clean=True)
+    assert bench.tower.encoded == Counter([1, 2, 3, 4]), "2 went, not 1"
+    ticket, _ = await bench.ready(job(2))
+    assert bench.tower.encoded[2] == 2
+    bench.worker.close(ticket, clean=True)
+
+
+async def test_switched_off_each_is_encoded_on_its_own() -> None:
+    bench = Bench(encode__cache_mib=0)
+    bench.pictures.gate.clear()
+    tickets = [bench.worker.submit(job(1)) for _ in range(2)]
+    bench.pictures.gate.set()
+    for ticket in tickets:
+        await asyncio.wait_for(ticket.finished, 5)
+        bench.worker.close(ticket, clean=True)
+    assert bench.tower.encoded == Counter({1: 2})
+    assert bench.worker._arena.used_bytes == 0
+    await bench.close()
+
+
+async def test_waiting_for_others_work_is_bounded_too(bench: Bench) -> None:
+    bench.pictures.gate.clear()
+    tickets = [bench.worker.submit(job(1)) for _ in range(20)]
+    with pytest.raises(EpdError) as caught:
+        bench.worker.submit(job(1))
+    assert caught.value.kind is ErrorKind.OVERLOADED
+    for ticket in tickets:
+        bench.worker.close(ticket, clean=False)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        job(2),
+        job(1, rows=10),
+        job(1, width=9),
+        job(1, grid=(1, 2, 4)),
+        job(1, max_pixels=9),
+        job(1, digest=b"x" * 32),  # another tenant, processor, decode rule, ...
+    ],
+    ids=["bytes", "rows", "size", "grid", "detail", "digest"],
+)
+def test_what_differs_is_another_key(other: EncodeJob) -> None:
+    assert content_key(other) != content_key(job(1))
+
+
+def test_place_request_and_attempt_are_no_part_of_the_key() -> None:
+    assert content_key(job(1, "a", index=3)) == content_key(job(1, "b"))
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["submit"] * 4 + ["leave", "release", "lose", "hold", "go", "time", "run"]),
+        st.integers(0, 5),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(STEPS, st.sampled_from([0, 1]))
+def test_any_schedule_gives_each_reader_its_own_picture(
+    steps: list[tuple[str, int]], cache_mib: int
+) -> None:
+    asyncio.run(asyncio.wait_for(run_schedule(steps, cache_mib), 20))
+
+
+async def run_schedule(steps: list[tuple[str, int]], cache_mib: int) -> None:
+    """Readers that stay, leave, or are lost, at any time; gates, time, and bad pictures."""
+    bench = Bench(encode__cache_mib=cache_mib)
+    pictures = (1, 2, 3, 4, BAD, POISON)
+    waiting: list[tuple[int, Ticket]] = []
+    leased: list[tuple[int, Ticket, Handle]] = []
+
+    def look() -> None:
+        for entry in list(waiting):
+            picture, ticket = entry
+            if not ticket.finished.done():
+                continue
+            waiting.remove(entry)
+            if (failed := ticket.finished.exception()) is not None:
+                assert isinstance(failed, EpdError)
+                assert picture in (BAD, POISON)
+                bench.worker.close(ticket, clean=False)
+            else:
+                leased.append((picture, ticket, bench.worker.announce(ticket)))
+        for picture, _, handle in leased:
+            assert value_at(handle) == picture
+        bench.worker._cache.check_integrity()
+
+    for verb, number in steps:
+        if verb == "submit":
+            with contextlib.suppress(EpdError):  # full
+                waiting.append((pictures[number], bench.worker.submit(job(pictures[number]))))
+        elif verb == "leave" and waiting:
+            bench.worker.close(waiting.pop(number % len(waiting))[1], clean=False)
+        elif verb in ("release", "lose") and leased:
+            ticket = leased.pop(number % len(leased))[1]
+            bench.worker.close(ticket, clean=verb == "release")
+        elif verb == "hold":
+            bench.pictures.gate.clear()
+        elif verb == "go":
+            bench.pictures.gate.set()
+        elif verb == "time":
+            bench.memory.now += 1
+            bench.worker.tick()
+        elif verb == "run":
+            await asyncio.sleep(0.002 * number)
+        look()
+    bench.pictures.gate.set()
+    while waiting:  # what is leased goes, and whoever waits gets a place
+        await asyncio.sleep(0.001)
+        look()
+        if leased:
+            bench.worker.close(leased.pop(0)[1], clean=True)
+        bench.memory.now += 1
+        bench.worker.tick()
+    for _, ticket, _ in leased:
+        bench.worker.close(ticket, clean=True)
+    await bench.close()
