@@ -129,6 +129,8 @@ class LimitsConfig(_Section):
     default_max_tokens: int = Field(256, ge=1)
     max_inflight: int = Field(256, ge=1)
     """Requests that one gateway works on; more get 429."""
+    max_inflight_mib: int = Field(512, ge=1)
+    """Bodies and fetched images of all requests in flight, together; more get 429."""
     request_deadline_s: float = Field(300.0, gt=0)
 
 
@@ -149,6 +151,17 @@ class GatewayConfig(_Section):
     dead_s: float = Field(2.0, gt=0)
     cancel_bound_s: float = Field(6.0, gt=0)
     """How long to wait for a reader's ReadsTerminal."""
+    max_connections: int = Field(2048, ge=1)
+    """HTTP connections; one more is answered 503 and closed."""
+    head_s: float = Field(10.0, gt=0)
+    """Time for a request's line and headers to arrive; then 408."""
+    head_bytes: int = Field(64 << 10, ge=1 << 10)
+    body_s: float = Field(60.0, gt=0)
+    """Time for a request's body (or gRPC message) to arrive; then 408."""
+    ping_s: float = Field(15.0, ge=0)
+    """A stream that has nothing to say for so long says ": ping"; 0: never."""
+    slow_reader_s: float = Field(30.0, gt=0)
+    """A client that takes nothing of its answer for so long is cut off."""
     header_workers: int = Field(2, ge=1)
     """Processes that read the headers of picture files."""
     preprocess_workers: int = Field(1, ge=0)

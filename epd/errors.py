@@ -24,6 +24,7 @@ class ErrorKind(StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     UNAUTHENTICATED = "invalid_api_key"
     REQUEST_TOO_LARGE = "request_too_large"
+    REQUEST_TIMEOUT = "request_timeout"
     OVERLOADED = "overloaded"
     STAGE_UNAVAILABLE = "stage_unavailable"
     NOT_STARTED = "not_started"
@@ -59,6 +60,7 @@ TABLE: dict[ErrorKind, Mapping] = {
     ErrorKind.MODEL_NOT_FOUND: Mapping(_Code.INVALID_ARGUMENT, 400, _BAD, True),
     ErrorKind.UNAUTHENTICATED: Mapping(_Code.UNAUTHENTICATED, 401, "authentication_error", True),
     ErrorKind.REQUEST_TOO_LARGE: Mapping(_Code.INVALID_ARGUMENT, 413, _BAD, True),
+    ErrorKind.REQUEST_TIMEOUT: Mapping(_Code.DEADLINE_EXCEEDED, 408, "timeout_error", True),
     ErrorKind.OVERLOADED: Mapping(_Code.RESOURCE_EXHAUSTED, 429, "rate_limit_error", False, True),
     ErrorKind.STAGE_UNAVAILABLE: Mapping(_Code.UNAVAILABLE, 503, _SERVER, False, True),
     ErrorKind.NOT_STARTED: Mapping(_Code.UNAVAILABLE, 503, _SERVER, False, True),

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,14 +22,17 @@ from epd.config import LimitsConfig
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from epd.obs import logs, metrics
-from gateway.chat import STAGE, Answer, ChatService, Part, new_request_id
+from gateway.budget import Hold
+from gateway.chat import STAGE, Answer, ChatService, new_request_id
 from gateway.completions import CompletionEncoder, parse_completion
 from gateway.openai import Encoder
 from gateway.openapi import OPENAPI
 from gateway.responses import (
     AnswerEncoder,
+    Begun,
     ClientGone,
     EventStream,
+    give_up,
     read_body,
     unless_gone,
 )
@@ -70,11 +73,15 @@ def build_app(service: ChatService, vocab_size: int, fingerprint: str) -> FastAP
 
     @app.post("/tokenize")
     async def tokenize_route(request: Request) -> Response:
-        return _json(await tokenize(service, await _body(request, service), vocab_size))
+        with service.budget.hold() as hold, service.receiving():
+            body = await _read(request, service, hold)
+            return _json(await tokenize(service, body, vocab_size, hold))
 
     @app.post("/detokenize")
     async def detokenize_route(request: Request) -> Response:
-        return _json(detokenize(service, await _body(request, service), vocab_size))
+        with service.budget.hold() as hold, service.receiving():
+            body = await _read(request, service, hold)
+            return _json(detokenize(service, body, vocab_size))
 
     @app.get("/version")
     async def version() -> Response:
@@ -148,6 +155,7 @@ def counts(service: ChatService) -> dict[str, int]:
     workers = service.pipeline.stages.registry.workers
     return {
         "in_flight": service.inflight,
+        "held_bytes": service.budget.used,
         "runs": service.pipeline.running,
         "teardowns": service.pipeline.teardowns,
         "streams": sum(len(worker.streams) for worker in workers),
@@ -176,42 +184,83 @@ def _response(
     return parse_response(body, limits, vocab_size), ResponseEncoder
 
 
-async def _body(request: Request, service: ChatService) -> bytes:
-    limits = service.config.limits
-    with service.receiving():
-        return await read_body(request, limits.max_body_bytes, limits.request_deadline_s)
+async def _read(request: Request, service: ChatService, hold: Hold) -> bytes:
+    limit, within_s = service.config.limits.max_body_bytes, service.config.gateway.body_s
+    return await read_body(request, limit, within_s, hold)
 
 
 async def _answer(request: Request, request_id: str, service: ChatService, form: Form) -> Response:
-    limits = service.config.limits
-    with service.receiving():
-        body = await read_body(request, limits.max_body_bytes, limits.request_deadline_s)
-        call, encoding = form(body, limits)
-        del body
-    if client_id := request.headers.get("x-request-id", ""):
-        shown = "".join(filter(str.isprintable, client_id[:_MAX_CLIENT_ID]))
-        _log.info("client calls this request %s", shown)
-    answer = await unless_gone(request.receive, service.open(call, request_id))
-    encoder = encoding(answer, service.model, service.vocabulary)
     headers = {"x-request-id": request_id}
-    if call.stream:
-        parts = answer.parts()
+    with service.budget.hold() as hold:
+        with service.receiving():
+            body = await _read(request, service, hold)
+            call, encoding = form(body, service.config.limits)
+            del body
+        if client_id := request.headers.get("x-request-id", ""):
+            shown = "".join(filter(str.isprintable, client_id[:_MAX_CLIENT_ID]))
+            _log.info("client calls this request %s", shown)
+        if call.stream:
+            begun = asyncio.create_task(_begin(service, call, request_id, hold, encoding))
+            begun.add_done_callback(partial(_release, hold))
+            hold.keep()
+            return await _stream(request, begun, service, encoding, headers)
+        answer = await unless_gone(request.receive, service.open(call, request_id, hold))
         try:
-            first = await unless_gone(request.receive, _first(parts))
-        except BaseException:
+            encoder = encoding(answer, service.model, service.vocabulary)
+            content = await unless_gone(request.receive, _whole(answer, encoder))
+        finally:
             answer.cancel()
-            raise
-        return EventStream(answer, first, parts, encoder, headers)
-    try:
-        content = await unless_gone(request.receive, _whole(answer, encoder))
-    finally:
-        answer.cancel()
     return Response(content, media_type="application/json", headers=headers)
 
 
-async def _first(parts: AsyncIterator[Part]) -> Part:
-    """Until there is output, a fault still gets a status of its own instead of an event."""
-    return await anext(parts)
+def _release(hold: Hold, begun: asyncio.Task[Begun]) -> None:
+    """Where there is no answer that will."""
+    if begun.cancelled() or begun.exception() is not None:
+        hold.release()
+
+
+async def _begin(
+    service: ChatService,
+    call: ChatCall,
+    request_id: str,
+    hold: Hold,
+    encoding: type[AnswerForm],
+) -> Begun:
+    """The answer with its first output."""
+    answer = await service.open(call, request_id, hold)
+    try:
+        encoder = encoding(answer, service.model, service.vocabulary)
+        parts = answer.parts()
+        return Begun(answer, encoder, await anext(parts), parts)
+    except BaseException:
+        answer.cancel()
+        raise
+
+
+async def _stream(
+    request: Request,
+    begun: asyncio.Task[Begun],
+    service: ChatService,
+    encoding: type[AnswerForm],
+    headers: dict[str, str],
+) -> EventStream:
+    """Until there is output, a fault still gets a status of its own instead of an event;
+    but no longer than a client may be left without a sign."""
+    ping_s = service.config.gateway.ping_s
+    try:
+        await unless_gone(request.receive, _settled(begun, ping_s or None))
+    except BaseException:
+        await give_up(begun)
+        raise
+    within_s = service.config.limits.request_deadline_s
+    return EventStream(begun, encoding.refused, ping_s, within_s, headers)
+
+
+async def _settled(task: asyncio.Task[Any], within_s: float | None) -> None:
+    """Raises what it raised, if it is done by then."""
+    await asyncio.wait([task], timeout=within_s)
+    if task.done():
+        task.result()
 
 
 async def _whole(answer: Answer, encoder: AnswerEncoder) -> bytes:

@@ -17,9 +17,10 @@ from epd.jobs import FinishReason
 from epd.obs import logs, metrics
 from epd.text.output import OutputText, Piece, TextToken
 from epd.text.vocabulary import Vocabulary
+from gateway.budget import Budget, Hold
 from gateway.pipeline import Pipeline, Run
 from gateway.prepare import Preparer
-from gateway.request import Accepted, Ended, Event, NewTokens, PlannedRequest
+from gateway.request import Accepted, Ended, Event, NewTokens, PlannedRequest, joined
 from gateway.schema import ChatCall
 from gateway.timeline import Timeline
 from gateway.toolcalls import CallDelta, CallParser, Delta
@@ -59,13 +60,14 @@ class ChatService:
         self.pipeline = pipeline
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer)
+        self.budget = Budget(config.limits.max_inflight_mib << 20)
         self.draining = False
         self.inflight = 0
         self._receiving = 0
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
-        """While a request's body is read: bodies that are held are bounded, too.
+        """While a request's body is read: it is one of those in flight already.
 
         Raises:
             EpdError: no room for another request.
@@ -78,10 +80,10 @@ class ChatService:
             self._receiving -= 1
 
     async def open(
-        self, call: ChatCall, request_id: str, deadline_s: float | None = None
+        self, call: ChatCall, request_id: str, hold: Hold, deadline_s: float | None = None
     ) -> Answer:
         """Check, plan, and get the request admitted. The caller must `cancel` the answer
-        in the end, whatever happens.
+        in the end, whatever happens; that releases `hold`, too.
 
         Raises:
             EpdError: nothing was begun, or all of it was given up.
@@ -101,7 +103,7 @@ class ChatService:
         try:
             async with asyncio.timeout_at(deadline):
                 timeline.begin("plan")
-                request = await self.preparer.plan(call, request_id)
+                request = await self.preparer.plan(call, request_id, hold)
                 timeline.end("plan")
             run = self.pipeline.start(request, deadline, timeline)
         except TimeoutError:
@@ -112,7 +114,7 @@ class ChatService:
         except BaseException:
             self.inflight -= 1
             raise
-        answer = Answer(self, call, request, run, timeline, deadline)
+        answer = Answer(self, call, request, run, timeline, deadline, hold)
         try:
             await answer.accepted()
         except BaseException:
@@ -157,6 +159,7 @@ class Answer:
         run: Run,
         timeline: Timeline,
         deadline: float,
+        hold: Hold,
     ) -> None:
         self.call = call
         self.request_id = request.request_id
@@ -166,6 +169,7 @@ class Answer:
         self._service = service
         self._request = request
         self._run = run
+        self._hold = hold
         self._cached = 0
         self._open = True
         self._texts = [
@@ -197,15 +201,17 @@ class Answer:
 
     async def parts(self) -> AsyncIterator[Part]:
         """Text that may be sent, each piece with its tokens; choices take turns as they
-        come. One part with a reason for each choice.
+        come. One part with a reason for each choice. Tokens that wait together, because
+        the client or this process lags, are one part.
 
         Raises:
             EpdError: the answer ends here with a fault.
         """
         try:
             while len(self._reasons) < len(self._texts):
-                for part in self._take(await self._run.next()):
-                    yield part
+                for event in joined(await self._run.ready()):
+                    for part in self._take(event):
+                        yield part
         except EpdError as error:
             metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
             raise
@@ -217,11 +223,8 @@ class Answer:
             return  # a stop string ended it; this was on its way
         text = self._texts[choice]
         if isinstance(event, NewTokens):
-            for token in event.tokens:
-                if (piece := text.push(token)) is not None:
-                    yield from self._parsed(choice, piece)
-                if text.stopped:
-                    break
+            if (piece := text.push_all(event.tokens)) is not None:
+                yield from self._parsed(choice, piece)
         elif (piece := text.finish()) is not None:
             yield from self._parsed(choice, piece)
         if text.stopped:
@@ -257,6 +260,7 @@ class Answer:
             return
         self._open = False
         self._run.cancel(reason)
+        self._hold.release()
         self._service.inflight -= 1
         outcome = "ok" if self.reason is not None else "failed or cancelled"
         metrics.REQUESTS.labels(STAGE, outcome).inc()

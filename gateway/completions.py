@@ -134,6 +134,11 @@ class CompletionEncoder:
         """What ends a stream that fails after it began."""
         return error_event(error)
 
+    @staticmethod
+    def refused(error: EpdError) -> bytes:
+        """The whole stream of a request that nothing came of."""
+        return error_event(error)
+
     def whole(self, parts: Sequence[Part]) -> bytes:
         choices = [
             self._choice(index, [part for part in parts if part.choice == index])

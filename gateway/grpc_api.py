@@ -61,9 +61,12 @@ class GatewayService(pb_grpc.GatewayServicer):
 
     async def _chat(self, request: pb.ChatRequest, context: Any) -> AsyncGenerator[pb.ChatEvent]:
         request_id = new_request_id()
-        with logs.bind(request_id):
+        with logs.bind(request_id), self._service.budget.hold() as hold:
+            hold.take(request.ByteSize())
             call = call_from_proto(request, self._service.config.limits, self._vocab_size)
-            answer = await self._service.open(call, request_id, context.time_remaining())
+            left = context.time_remaining()
+            answer = await self._service.open(call, request_id, hold, left)
+            hold.keep()
         try:
             yield _accepted(answer)
             async for part in answer.parts():

@@ -17,6 +17,7 @@ from epd.errors import EpdError, ErrorKind
 from epd.images import ImageHeader, item_digest, reduced_size
 from epd.models.spec import ModelSpec
 from epd.text.messages import ImageSize
+from gateway.budget import Hold
 from gateway.content import ImageSource
 from gateway.fetch import Fetcher, is_web_url
 from gateway.headers import HeaderReader
@@ -52,6 +53,7 @@ class Picture:
 class _Fetches:
     """URLs of one request; one that it names twice is one fetch, and one picture."""
 
+    hold: Hold
     tasks: dict[str, asyncio.Task[bytes]] = field(default_factory=dict)
     nbytes: int = 0
 
@@ -71,13 +73,13 @@ class PictureReader:
         self._headers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def read(self, sources: Sequence[ImageSource]) -> list[Picture]:
-        """All pictures, in order.
+    async def read(self, sources: Sequence[ImageSource], hold: Hold) -> list[Picture]:
+        """All pictures, in order. `hold` counts those that are fetched.
 
         Raises:
             EpdError: one of them can't be had or used; `param` names it.
         """
-        fetches = _Fetches()
+        fetches = _Fetches(hold)
         tasks = [asyncio.create_task(self._one(s, len(sources), fetches)) for s in sources]
         try:
             return list(await asyncio.gather(*tasks))
@@ -92,6 +94,7 @@ class PictureReader:
         if fetches.nbytes > most:  # by a small request; sent along, they would be refused too
             reason = f"the request's images have more than {most} bytes together"
             raise EpdError(ErrorKind.IMAGE_TOO_LARGE, reason, param=param)
+        fetches.hold.take(len(data))
         return data
 
     async def _one(self, source: ImageSource, images: int, fetches: _Fetches) -> Picture:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
-import socket
-from collections.abc import Iterator
 
 import orjson
-import uvicorn
-from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from epd.config import Config, GatewayConfig
-from epd.errors import EpdError, ErrorKind
+from epd.config import Config
 from epd.obs import logs
 from epd.obs.http import ObservationServer
 from epd.rpc import tls as inner_tls
@@ -27,6 +21,7 @@ from gateway.app import build_app, counts, why_not_ready
 from gateway.chat import STAGE, ChatService
 from gateway.checkpoint import Loaded, load
 from gateway.grpc_api import SERVICE, GatewayService
+from gateway.http_server import STOP_S, HttpServer
 from gateway.images import Served
 from gateway.membership import MembershipService, sweep_forever
 from gateway.pipeline import Pipeline
@@ -40,7 +35,6 @@ from protos.epd.v1 import gateway_pb2_grpc, membership_pb2_grpc
 _log = logging.getLogger(__name__)
 _MEMBERSHIP = "epd.v1.Membership"
 _PRUNE_S = 5.0
-_STOP_S = 1.0
 
 
 async def serve(config: Config) -> None:
@@ -112,7 +106,7 @@ class Gateway:
         self._observation = ObservationServer(
             STAGE, lambda: counts(self.service), lambda: why_not_ready(self.service)
         )
-        self._http: _Http | None = None
+        self._http: HttpServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -147,7 +141,7 @@ class Gateway:
             self._config.rpc, inner, "gateway.membership_host"
         )
         membership = await self._membership.start(inner, config.membership_port, credentials)
-        self._http = _Http(self.app, config)
+        self._http = HttpServer(self.app, config)
         public = await self._public.start(
             config.host, config.grpc_port, tls.grpc_credentials(config)
         )
@@ -181,7 +175,7 @@ class Gateway:
             task.cancel()
         if self._http is not None:
             await self._http.stop()
-        await self._public.stop(_STOP_S)
+        await self._public.stop(STOP_S)
         await self._observation.close()
         await self._pipeline.drain()
         await self._membership.stop(0)
@@ -192,63 +186,3 @@ class Gateway:
         while True:
             await asyncio.sleep(_PRUNE_S)
             await self._connections.prune()
-
-
-class _Uvicorn(uvicorn.Server):
-    """Signals are the process's, not the HTTP server's."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class _Http:
-    """uvicorn on a socket of our own, so that port 0 works and failures are typed."""
-
-    def __init__(self, app: FastAPI, config: GatewayConfig) -> None:
-        self._socket = _listen(config.host, config.http_port)
-        bound = self._socket.getsockname()
-        self.address = f"{config.host}:{bound[1]}"
-        self._server = _Uvicorn(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-                timeout_graceful_shutdown=int(_STOP_S),
-                **tls.http_options(config),
-            )
-        )
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        while not self._server.started and not self._task.done():
-            await asyncio.sleep(0.005)
-        if self._task.done():
-            self._task.result()
-
-    async def stop(self) -> None:
-        """Open streams get a second, then they are cut."""
-        self._server.should_exit = True
-        if self._task is not None:
-            await asyncio.wait([self._task])
-        self._socket.close()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        found.bind((host, port))
-        found.listen(1024)
-    except OSError as error:
-        found.close()
-        raise EpdError(
-            ErrorKind.INVALID_REQUEST,
-            f"can't listen on {host}:{port}: {error.strerror}",
-            param="gateway.http_port",
-        ) from error
-    return found

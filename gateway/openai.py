@@ -68,6 +68,11 @@ class Encoder:
         """What ends a stream that fails after it began."""
         return error_event(error)
 
+    @staticmethod
+    def refused(error: EpdError) -> bytes:
+        """The whole stream of a request that nothing came of."""
+        return error_event(error)
+
     def whole(self, parts: Sequence[Part]) -> bytes:
         """The body of an answer that is not streamed."""
         answer = self._answer

@@ -100,6 +100,8 @@ class Run:
         ]
         self._attempts: set[Attempt] = set()
         self._numbers = itertools.count()
+        self._fault: EpdError | None = None
+        """Taken from the queue, not yet raised."""
         self._reason = "the deadline has passed"
         pipeline.running += 1
         self._task = asyncio.create_task(self._drive())
@@ -114,10 +116,25 @@ class Run:
         Raises:
             EpdError: the request failed; nothing follows.
         """
-        event = await self._events.get()
+        event = self._fault or await self._events.get()
         if isinstance(event, EpdError):
             raise event
         return event
+
+    async def ready(self) -> list[Event]:
+        """The next event, and all that wait behind it.
+
+        Raises:
+            EpdError: see `next`; events before the fault come first.
+        """
+        events = [await self.next()]
+        while not self._events.empty():
+            event = self._events.get_nowait()
+            if isinstance(event, EpdError):
+                self._fault = event
+                break
+            events.append(event)
+        return events
 
     def stop(self, choice: int) -> None:
         """The output of one of several choices is complete (a stop string); no `Ended`

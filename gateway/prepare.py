@@ -15,6 +15,7 @@ from epd.errors import EpdError, ErrorKind, invalid
 from epd.jobs import ImageItem, SamplingParams
 from epd.text.messages import ImageSize
 from epd.text.prompt import PromptPlan
+from gateway.budget import Hold
 from gateway.constraints import Constraint
 from gateway.grammars import GrammarChecker
 from gateway.images import Picture, PictureReader, Served
@@ -47,8 +48,8 @@ class Preparer:
         )
         return min(bound for bound in bounds if bound is not None)
 
-    async def plan(self, call: ChatCall, request_id: str) -> PlannedRequest:
-        """Decode, hash, render, tokenise and check.
+    async def plan(self, call: ChatCall, request_id: str, hold: Hold) -> PlannedRequest:
+        """Fetch, decode, hash, render, tokenise and check. `hold` counts what is fetched.
 
         Raises:
             EpdError: the user's fault, naming the field.
@@ -56,7 +57,7 @@ class Preparer:
         arrival_ms = int(time.time() * 1000)
         await self._check_grammar(call.generation.constraint)
         sources = call.conversation.images
-        pictures = await self._reader.read(sources)
+        pictures = await self._reader.read(sources, hold)
         sizes = [picture.size for picture in pictures]
         context = self.max_context
         prompt = await self._prompt(call, sizes, context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from epd.jobs import FinishReason, ImageItem, SampledToken, SamplingParams
@@ -56,6 +57,22 @@ class Ended:
 
 
 Event = Accepted | NewTokens | Ended
+
+
+def joined(events: Sequence[Event]) -> list[Event]:
+    """The same, with neighbours of one choice made one."""
+    found: list[Event] = []
+    for event in events:
+        last = found[-1] if found else None
+        if (
+            isinstance(event, NewTokens)
+            and isinstance(last, NewTokens)
+            and event.choice == last.choice
+        ):
+            found[-1] = NewTokens((*last.tokens, *event.tokens), event.choice)
+        else:
+            found.append(event)
+    return found
 
 
 def finished_by(output: list[SampledToken], params: SamplingParams) -> FinishReason | None:

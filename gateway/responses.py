@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
@@ -13,10 +14,12 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from epd.errors import EpdError, ErrorKind
+from gateway.budget import Hold
 from gateway.chat import Answer, Part
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+PING = b": ping\n\n"
 _DISCARD_S = 5.0
 _LINGER_S = 5.0
 """How long after its deadline a stream may wait for a client that doesn't read."""
@@ -26,33 +29,44 @@ class ClientGone(Exception):
     """The client closed its connection; there is nobody to answer."""
 
 
-async def read_body(request: Request, limit: int, within_s: float) -> bytes:
-    """The whole body.
+async def read_body(request: Request, limit: int, within_s: float, hold: Hold) -> bytes:
+    """The whole body, counted in `hold`.
 
     Raises:
-        EpdError: REQUEST_TOO_LARGE, or DEADLINE_EXCEEDED if it took too long.
+        EpdError: REQUEST_TOO_LARGE, REQUEST_TIMEOUT if it took too long, or OVERLOADED.
         ClientGone: it left while sending.
     """
     try:
         async with asyncio.timeout(within_s):
-            return await _read_body(request, limit)
+            return await _read_body(request, limit, hold)
     except TimeoutError:
         reason = f"the body took more than {within_s:g} s"
-        raise EpdError(ErrorKind.DEADLINE_EXCEEDED, reason) from None
+        raise EpdError(ErrorKind.REQUEST_TIMEOUT, reason) from None
+    except EpdError:
+        await _discard(request, limit)
+        raise
 
 
-async def _read_body(request: Request, limit: int) -> bytes:
+async def _read_body(request: Request, limit: int, hold: Hold) -> bytes:
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise await _too_large(request, limit)
+    expected = int(declared) if declared.isdecimal() else 0
+    if expected > limit:
+        raise _too_large(limit)
+    hold.take(expected)
     chunks: list[bytes] = []
     size = 0
     async for chunk in _body_chunks(request):
         size += len(chunk)
         if size > limit:
-            raise await _too_large(request, limit)
+            raise _too_large(limit)
+        if size > expected:
+            hold.take(len(chunk))
         chunks.append(chunk)
     return b"".join(chunks)
+
+
+def _too_large(limit: int) -> EpdError:
+    return EpdError(ErrorKind.REQUEST_TOO_LARGE, f"the body has more than {limit} bytes")
 
 
 async def _body_chunks(request: Request) -> AsyncIterator[bytes]:
@@ -65,17 +79,15 @@ async def _body_chunks(request: Request) -> AsyncIterator[bytes]:
         more = message.get("more_body", False)
 
 
-async def _too_large(request: Request, limit: int) -> EpdError:
+async def _discard(request: Request, limit: int) -> None:
     """A client that is still sending would see a reset instead of the answer: as much
     again is read and thrown away first."""
-    left = limit
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DISCARD_S):
             async for chunk in _body_chunks(request):
-                left -= len(chunk)
-                if left < 0:
+                limit -= len(chunk)
+                if limit < 0:
                     break
-    return EpdError(ErrorKind.REQUEST_TOO_LARGE, f"the body has more than {limit} bytes")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -114,66 +126,127 @@ class AnswerEncoder(Protocol):
     def last(self) -> bytes: ...
     def whole(self, parts: Sequence[Part]) -> bytes: ...
     def error(self, error: EpdError) -> bytes: ...
+    @staticmethod
+    def refused(error: EpdError) -> bytes:
+        """The whole stream of a request that nothing came of."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An answer with output: `first`, then `parts`."""
+
+    answer: Answer
+    encoder: AnswerEncoder
+    first: Part
+    parts: AsyncIterator[Part]
+
+
+async def give_up(opening: asyncio.Task[Begun]) -> None:
+    """Cancel an answer, whether it has begun or not."""
+    opening.cancel()
+    await asyncio.wait([opening])
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().answer.cancel()
 
 
 class EventStream(Response):
-    """Server-sent events of one answer that has begun with `first` and goes on with
-    `parts`. Ends it when the client goes away.
+    """Server-sent events of one answer, from the moment when its request was accepted or
+    has waited long enough. Ends the answer when the client goes away.
 
     Exactly one terminal: the finish chunks and [DONE], or an error event and [DONE].
+    While there is nothing to send, every `ping_s` (0: never) a comment keeps what lies
+    between us and the client from closing the connection.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        answer: Answer,
-        first: Part,
-        parts: AsyncIterator[Part],
-        encoder: AnswerEncoder,
+        opening: asyncio.Task[Begun],
+        refused: Callable[[EpdError], bytes],
+        ping_s: float,
+        within_s: float,
         headers: dict[str, str],
     ) -> None:
-        self._answer = answer
-        self._first = first
-        self._parts = parts
-        self._encoder = encoder
+        loop = asyncio.get_running_loop()
+        self._opening = opening
+        self._refused = refused
+        self._ping_s = ping_s
+        self._until = loop.time() + within_s + _LINGER_S
+        self._sent = loop.time()
+        self._over = False
+        self._writing = asyncio.Lock()
         self.status_code = 200
         self.background = None
         self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        loop = asyncio.get_running_loop()
         sender = asyncio.create_task(self._send(send))
         watch = asyncio.create_task(_gone(receive))
         try:
-            await asyncio.wait(
-                {sender, watch},
-                timeout=self._answer.deadline + _LINGER_S - loop.time(),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            await self._wait({sender, watch}, send)
         finally:
-            self._answer.cancel()
+            await give_up(self._opening)
             await _cancel(sender, watch)
         if sender.cancelled():
-            _log.info("the client of %s is gone", self._answer.request_id)
+            _log.info("the client is gone")
         elif (error := sender.exception()) is not None and not isinstance(error, OSError):
             raise error
 
+    async def _wait(self, tasks: set[asyncio.Task[None]], send: Send) -> None:
+        """Until one of them is done, or the time is over; meanwhile, ping."""
+        loop = asyncio.get_running_loop()
+        while (now := loop.time()) < self._until:
+            due = self._sent + self._ping_s if self._ping_s else self._until
+            if now >= due and not self._writing.locked():
+                await self._ping(send)
+                continue
+            # Where a write is under way the client lags, and needs no sign of life.
+            wait = max(due - now, self._ping_s / 4)
+            done, _ = await asyncio.wait(
+                tasks,
+                timeout=min(wait, self._until - now),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if done:
+                return
+
+    async def _ping(self, send: Send) -> None:
+        async with self._writing:
+            self._sent = asyncio.get_running_loop().time()
+            if not self._over:
+                await send({"type": "http.response.body", "body": PING, "more_body": True})
+
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        loop = asyncio.get_running_loop()
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        async with self._writing:
+            await send(start)
         async for chunk in self._chunks():
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async with self._writing:
+                self._sent = loop.time()
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        async with self._writing:
+            self._over = True
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _chunks(self) -> AsyncIterator[bytes]:
-        encoder = self._encoder
+        """Never empty ones: an empty body would end the answer."""
+        try:
+            begun = await asyncio.shield(self._opening)
+        except EpdError as error:
+            _log.warning("stream ends with %s: %s", error.kind, error.message)
+            yield self._refused(error)
+            return
+        encoder = begun.encoder
         if chunk := encoder.first():
             yield chunk
-        if chunk := encoder.part(self._first):
+        if chunk := encoder.part(begun.first):
             yield chunk
         try:
-            async for part in self._parts:
-                if chunk := encoder.part(part):  # an empty body would end the answer
+            async for part in begun.parts:
+                if chunk := encoder.part(part):
                     yield chunk
         except EpdError as error:
             _log.warning("stream ends with %s: %s", error.kind, error.message)

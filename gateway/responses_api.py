@@ -202,6 +202,13 @@ class ResponseEncoder:
         response["error"] = {"code": "server_error", "message": error.message}
         return self._event("response.failed", response=response)
 
+    @staticmethod
+    def refused(error: EpdError) -> bytes:
+        """The whole stream of a request that nothing came of."""
+        body = {"code": str(error.kind), "message": error.message, "param": error.param}
+        data = orjson.dumps({"type": "error", "sequence_number": 0, **body})
+        return b"event: error\ndata: " + data + b"\n\n"
+
     # --- items -------------------------------------------------------------------------
 
     def _text(self, text: str) -> list[bytes]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from epd.config import LimitsConfig
 from epd.jobs import SamplingParams
+from gateway.budget import Hold
 from gateway.chat import ChatService
 from gateway.completions import read_ids, read_prompt
 from gateway.content import Conversation, read_messages
@@ -14,14 +15,16 @@ from gateway.schema import ChatCall, Generation, load_json
 from gateway.tools import read_tools
 
 
-async def tokenize(service: ChatService, body: bytes, vocab_size: int) -> dict[str, Any]:
+async def tokenize(
+    service: ChatService, body: bytes, vocab_size: int, hold: Hold
+) -> dict[str, Any]:
     """Ids of a prompt, or of messages as the chat template renders them.
 
     Raises:
         EpdError: the user's fault, naming the field.
     """
     call = _call(body, service.config.limits, vocab_size)
-    request = await service.preparer.plan(call, "tokenize")
+    request = await service.preparer.plan(call, "tokenize", hold)
     return {
         "tokens": list(request.token_ids),
         "count": len(request.token_ids),

@@ -1,0 +1,152 @@
+"""What one HTTP connection may hold, and for how long.
+
+uvicorn bounds neither the time nor the size of a request's head, keeps a connection whose
+peer never reads until the peer goes away, and lets the body of a refused request drip in
+for ever. Each is a state here, with a bound; `sweep` ends connections that outstay theirs.
+
+    state      entered when                                          ends with
+    head       the connection is open, or a request's first byte     408, close
+               is there; its head is not whole
+    refused    the answer is complete, the request's body is not     cut
+    stalled    the peer doesn't read what was written                cut
+    closing    we closed; the peer doesn't read the rest             cut
+
+Bodies of requests that are being read have their deadline in `responses.read_body`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from epd.errors import EpdError, ErrorKind
+
+_log = logging.getLogger(__name__)
+_LINGER_S = 5.0
+"""For these states there is nothing to wait for but good manners."""
+_RETRY_S = 1
+_REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
+_UNAVAILABLE = "Service Unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """See `GatewayConfig` for what they mean."""
+
+    connections: int
+    head_s: float
+    head_bytes: int
+    slow_reader_s: float
+
+    def of(self, state: str) -> float:
+        """Seconds that a connection may be in a state."""
+        return {"head": self.head_s, "stalled": self.slow_reader_s}.get(state, _LINGER_S)
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. Use `bounded`, which gives it its bounds."""
+
+    bounds: ClassVar[Bounds]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._silent = 0
+        """Bytes since the last one that belonged to a body: heads, trailers, padding."""
+        self._messages = 0
+        self._resumed = 0
+        self._in_body = False
+        self._seen: tuple[Any, ...] = ()
+        self._since = 0.0
+        super().connection_made(transport)
+        if len(self.connections) > self.bounds.connections:
+            kind = ErrorKind.OVERLOADED
+            reason = f"{self.bounds.connections} connections are open already"
+            self._refuse(503, EpdError(kind, reason, retry_after_s=_RETRY_S))
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._silent += len(data)
+        super().data_received(data)
+        if self._silent > self.bounds.head_bytes and not self.transport.is_closing():
+            kind = ErrorKind.REQUEST_TOO_LARGE
+            reason = f"the request's head has more than {self.bounds.head_bytes} bytes"
+            self._refuse(431, EpdError(kind, reason))
+
+    def on_headers_complete(self) -> None:
+        self._silent = 0
+        self._in_body = True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._silent = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._silent = 0
+        self._in_body = False
+        self._messages += 1
+        super().on_message_complete()
+
+    def resume_writing(self) -> None:
+        self._resumed += 1
+        super().resume_writing()
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _state(self) -> tuple[Any, ...]:
+        """Its name, and what changes when it is entered anew; () where nothing is bounded."""
+        if self.transport.is_closing():
+            return ("closing",)
+        if self.flow.write_paused:
+            return "stalled", self._resumed
+        if self._answering:
+            return ()
+        if self._in_body:
+            return "refused", self._messages
+        if self._silent or not self._messages:
+            return "head", self._messages, self._silent > 0
+        return ()  # between requests: uvicorn's own keep-alive timer
+
+    def sweep(self, now: float) -> None:
+        """End the connection if it is in one state for too long. `now` as of the loop."""
+        state = self._state()
+        if state != self._seen:
+            self._seen, self._since = state, now
+        elif state and now - self._since >= self.bounds.of(state[0]):
+            self._end(state[0])
+
+    def _end(self, state: str) -> None:
+        _log.info("connection ends: %s for %g s", state, self.bounds.of(state))
+        if state != "head":
+            # Closing would wait for a peer that doesn't read.
+            self.transport.abort()
+        elif self._silent:
+            reason = f"the request's head took more than {self.bounds.head_s:g} s"
+            self._refuse(408, EpdError(ErrorKind.REQUEST_TIMEOUT, reason))
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, error: EpdError) -> None:
+        if self._answering:  # the answer to an earlier request would be cut in two
+            self.transport.abort()
+            return
+        body = orjson.dumps(error.openai_body())
+        lines = [f"HTTP/1.1 {status} {_REASONS.get(status, _UNAVAILABLE)}"]
+        if error.retry_after_s is not None:
+            lines.append(f"retry-after: {error.retry_after_s:g}")
+        lines += ["content-type: application/json", f"content-length: {len(body)}"]
+        head = "\r\n".join([*lines, "connection: close", "", ""])
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+def bounded(bounds: Bounds) -> type[BoundedProtocol]:
+    """The protocol for uvicorn, which makes one for each connection."""
+    return type("Protocol", (BoundedProtocol,), {"bounds": bounds})

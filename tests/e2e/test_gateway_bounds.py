@@ -1,0 +1,353 @@
+"""What a client may hold of the gateway, and for how long: heads, bodies, bytes, streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from epd.config import Config
+from epd.errors import ErrorKind
+from epd.jobs import Stage
+from gateway.http_server import HttpServer
+from gateway.main import Loaded
+from tests.e2e.fake_stages import Call, fail, hang
+from tests.e2e.gateway_house import CHAT, House, config, raw
+from tests.e2e.http_client import Connection
+
+pytestmark = pytest.mark.timeout(60)
+POST = f"POST {CHAT} HTTP/1.1\r\nhost: epd\r\ncontent-type: application/json\r\n".encode()
+
+
+@asynccontextmanager
+async def opened(loaded: Loaded, limits: dict[str, Any] | None = None, **gateway: Any) -> Any:
+    """A house with bounds of its own; nothing may be left of any request."""
+    tree = config(**gateway).model_dump()
+    tree["limits"].update(limits or {})
+    house = House(loaded, Config.model_validate(tree))
+    await house.start()
+    try:
+        for stage in Stage:
+            await house.add(stage)
+        yield house
+        await house.settled()
+        assert house.gateway.service.budget.used == 0
+    finally:
+        await house.close()
+
+
+def server(house: House) -> HttpServer:
+    found = house.gateway._http
+    assert found is not None
+    return found
+
+
+async def connect(house: House) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = house.http.rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def drip(writer: asyncio.StreamWriter, data: bytes, every: float = 0.05) -> None:
+    """`data` again and again, until the connection breaks."""
+    try:
+        while not writer.is_closing():
+            writer.write(data)
+            await writer.drain()
+            await asyncio.sleep(every)
+    except OSError:
+        pass
+
+
+@asynccontextmanager
+async def dripping(house: House, start: bytes, data: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    reader, writer = await connect(house)
+    writer.write(start)
+    task = asyncio.create_task(drip(writer, data))
+    try:
+        yield reader
+    finally:
+        task.cancel()
+        writer.close()
+
+
+async def until_end(reader: asyncio.StreamReader) -> bytes:
+    """All that comes until the connection is closed or cut."""
+    read = b""
+    try:
+        while chunk := await reader.read(1 << 16):
+            read += chunk
+    except ConnectionResetError:
+        pass
+    return read
+
+
+async def answer(reader: asyncio.StreamReader, within_s: float) -> tuple[int, Any]:
+    """Status and body of one answer, and then the connection's end."""
+    async with asyncio.timeout(within_s):
+        read = await until_end(reader)
+    head, _, body = read.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)
+
+
+# --- heads and bodies ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [b"x", b"x-more: 1\r\n"])
+async def test_a_head_that_trickles_is_408(loaded: Loaded, data: bytes) -> None:
+    async with opened(loaded, head_s=0.5) as house, dripping(house, POST, data) as reader:
+        status, body = await answer(reader, 3)
+        assert (status, body["error"]["code"]) == (408, "request_timeout")
+        assert server(house).connections == 0
+
+
+@pytest.mark.parametrize("data", [b"", b"\r\n"])
+async def test_a_connection_without_a_request_is_closed(loaded: Loaded, data: bytes) -> None:
+    async with opened(loaded, head_s=0.5) as house:
+        reader, writer = await connect(house)
+        task = asyncio.create_task(drip(writer, data))
+        async with asyncio.timeout(3):
+            await reader.read()
+        task.cancel()
+        writer.close()
+        assert server(house).connections == 0
+
+
+@pytest.mark.parametrize("data", [b"x" * 4096, b"x-more: 1\r\n" * 300])
+async def test_a_head_without_end_is_431(loaded: Loaded, data: bytes) -> None:
+    async with opened(loaded) as house, dripping(house, POST, data) as reader:
+        status, body = await answer(reader, 5)
+        assert (status, body["error"]["code"]) == (431, "request_too_large")
+
+
+async def test_trailers_without_end_are_cut_off(loaded: Loaded) -> None:
+    start = POST + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
+    async with opened(loaded) as house, dripping(house, start, b"a: b\r\n" * 500) as reader:
+        async with asyncio.timeout(5):
+            assert await until_end(reader) == b""
+            while server(house).connections:
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("head", "data"),
+    [
+        (b"content-length: 100000\r\n\r\n", b" "),
+        (b"transfer-encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+        (b"content-length: 100000\r\n\r\n", b""),
+    ],
+)
+async def test_a_body_that_trickles_is_408(loaded: Loaded, head: bytes, data: bytes) -> None:
+    start = POST + b"connection: close\r\n" + head
+    async with opened(loaded, body_s=0.5) as house, dripping(house, start, data) as reader:
+        status, body = await answer(reader, 8)
+        assert (status, body["error"]["code"]) == (408, "request_timeout")
+        assert house.journal == []
+
+
+async def test_the_body_of_a_refused_request_may_not_trickle_for_ever(loaded: Loaded) -> None:
+    start = POST.replace(b"/chat/", b"/nothing/") + b"content-length: 100000\r\n\r\n"
+    async with opened(loaded) as house, dripping(house, start, b" ") as reader:
+        assert (await answer(reader, 12))[0] == 404
+        assert server(house).connections == 0
+
+
+async def test_requests_on_one_connection_each_have_their_time(loaded: Loaded) -> None:
+    async with opened(loaded, head_s=0.5) as house:
+        reader, writer = await connect(house)
+        for _ in range(4):
+            writer.write(b"GET /health HTTP/1.1\r\n")
+            await asyncio.sleep(0.3)
+            writer.write(b"host: epd\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b" 200 " in head
+            await reader.readexactly(len(b'{"status":"ok"}'))
+            await asyncio.sleep(0.4)
+        writer.close()
+
+
+# --- how many, how much ----------------------------------------------------------------------
+
+
+async def test_one_connection_too_many_is_503(loaded: Loaded) -> None:
+    async with opened(loaded, max_connections=3) as house:
+        held = [await connect(house) for _ in range(3)]
+        reader, writer = await connect(house)
+        read = await reader.read()
+        assert read.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1\r\n" in read
+        assert json.loads(read.partition(b"\r\n\r\n")[2])["error"]["code"] == "overloaded"
+        for _, open_writer in (*held, (reader, writer)):
+            open_writer.close()
+        async with asyncio.timeout(3):
+            while server(house).connections:
+                await asyncio.sleep(0.01)
+        assert (await house.chat()).status == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_bytes_of_all_requests_in_flight_are_bounded(loaded: Loaded, chunked: bool) -> None:
+    async with opened(loaded, {"max_inflight_mib": 1}) as house:
+        house.script.hooks["decode.token"] = hang
+        large = raw(stream=True, user="x" * 600_000)
+        first = await Connection.send(house.http, "POST", CHAT, large)
+        await first.head()
+        assert house.gateway.service.budget.used == len(large)
+        if chunked:
+            reader, writer = await connect(house)
+            body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(large), large)
+            writer.write(POST + b"transfer-encoding: chunked\r\n\r\n" + body)
+            head = await reader.readuntil(b"\r\n\r\n")
+            writer.close()
+        else:
+            reply = await (await Connection.send(house.http, "POST", CHAT, large)).reply()
+            assert reply.json()["error"]["code"] == "overloaded"
+            head = b" %d retry-after: %b" % (reply.status, reply.headers["retry-after"].encode())
+        assert b" 429 " in head
+        assert b"retry-after: 1" in head
+        assert house.gateway.service.budget.used == len(large)
+        first.close()
+        await house.settled()
+        house.script.hooks.clear()
+        reply = await (await Connection.send(house.http, "POST", CHAT, large)).reply()
+        assert reply.status == 200
+
+
+# --- streams ---------------------------------------------------------------------------------
+
+
+async def test_a_silent_stream_says_ping(loaded: Loaded) -> None:
+    async with opened(loaded, ping_s=0.2) as house:
+        go = asyncio.Event()
+
+        async def wait(call: Call) -> None:
+            if call.token == 3:
+                await go.wait()
+
+        house.script.hooks["decode.token"] = wait
+        connection = await Connection.send(house.http, "POST", CHAT, raw(stream=True))
+        await connection.head()
+        seen = b""
+        async with asyncio.timeout(5):
+            async for chunk in connection._chunks():
+                seen += chunk
+                if seen.count(b": ping\n\n") == 3:
+                    go.set()
+        assert seen.count(b": ping\n\n") >= 3
+        events = [event for event in seen.split(b"\n\n") if not event.startswith(b":")]
+        assert all(event.startswith(b"data: ") for event in events if event)
+        assert seen.endswith(b"data: [DONE]\n\n")
+
+
+async def test_no_pings_where_they_are_off(loaded: Loaded) -> None:
+    async with opened(loaded, ping_s=0) as house:
+
+        async def wait(call: Call) -> None:
+            await asyncio.sleep(0.3)
+
+        house.script.hooks["decode.token"] = wait
+        reply = await house.chat(stream=True)
+        assert b"ping" not in reply.body
+        assert reply.body.endswith(b"[DONE]\n\n")
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+@pytest.mark.parametrize("point", ["prefill.job", "prefill.first"])
+async def test_a_stream_that_begins_late_begins_with_pings(
+    loaded: Loaded, point: str, path: str
+) -> None:
+    """Once a sign of life was sent, a fault can only be an event."""
+
+    async def late(call: Call) -> None:
+        await asyncio.sleep(0.5)
+        await fail(ErrorKind.CHECKSUM_MISMATCH)(call)
+
+    asked = raw(stream=True)
+    if path != CHAT:
+        asked = json.dumps({"model": "demo", "input": "hi", "stream": True}).encode()
+    async with opened(loaded, ping_s=0.1) as house:
+        house.script.hooks[point] = late
+        reply = await (await Connection.send(house.http, "POST", path, asked)).reply()
+        assert reply.status == 200
+        assert reply.body.startswith(b": ping\n\n: ping\n\n")
+        assert reply.body.count(b"checksum_mismatch") == 1
+        assert reply.body.endswith(b"[DONE]\n\n") is (path == CHAT)
+
+
+async def test_a_reader_that_never_reads_is_cut_off(loaded: Loaded) -> None:
+    """Memory is bounded, decode is held back, and its place is free in the end."""
+    async with opened(loaded, slow_reader_s=1.0) as house:
+        house.script.output = [400 + i % 50 for i in range(60_000)]
+        house.script.tokens_per_message = 32
+        house.script.alternatives = 20
+        made = [0]
+
+        async def count(call: Call) -> None:
+            made[0] = call.token
+
+        house.script.hooks["decode.token"] = count
+        peer = socket.create_connection(house.http.split(":"), 5)
+        asked = raw(stream=True, logprobs=True, top_logprobs=20, max_tokens=900)
+        peer.sendall(POST + b"content-length: %d\r\n\r\n" % len(asked) + asked)
+        started = time.monotonic()
+        async with asyncio.timeout(20):
+            while not house.gateway.service.inflight:
+                await asyncio.sleep(0.01)
+            while house.gateway.service.inflight:
+                await asyncio.sleep(0.05)
+            while server(house).connections:
+                await asyncio.sleep(0.05)
+        assert time.monotonic() - started >= 1.0
+        assert 0 < made[0] < len(house.script.output) * 0.9
+        await house.settled()
+        peer.close()
+
+
+async def test_a_reader_that_reads_slowly_is_not(loaded: Loaded) -> None:
+    async with opened(loaded, slow_reader_s=1.0) as house:
+        house.script.output = [400 + i % 50 for i in range(3_000)]
+        asked = raw(stream=True, logprobs=True, max_tokens=900)
+        connection = await Connection.send(house.http, "POST", CHAT, asked, buffer=1 << 10)
+        await connection.head()
+        events = 0
+        async for _ in connection.events():
+            events += 1
+            if events % 200 == 0:
+                await asyncio.sleep(0.2)
+        assert server(house).connections == 0
+
+
+async def test_an_answer_that_nobody_fetches_is_cut_off(loaded: Loaded) -> None:
+    """A whole answer, larger than what the kernel takes."""
+    async with opened(loaded, {"default_max_tokens": 4096}, slow_reader_s=0.5) as house:
+        peer = socket.socket()
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = house.http.split(":")
+        peer.connect((host, int(port)))
+        house.script.output = [400 + i % 50 for i in range(6_000)]
+        house.script.tokens_per_message = 64
+        house.script.alternatives = 20
+        asked = raw(logprobs=True, top_logprobs=20, max_tokens=900)
+        peer.sendall(POST + b"content-length: %d\r\n\r\n" % len(asked) + asked)
+        async with asyncio.timeout(30):
+            while house.gateway.service.inflight or not house.script.jobs_of(Stage.DECODE):
+                await asyncio.sleep(0.05)
+            while server(house).connections:
+                await asyncio.sleep(0.05)
+        peer.close()
+
+
+async def test_tokens_that_come_together_are_one_event(loaded: Loaded) -> None:
+    async with opened(loaded) as house:
+        single = await house.stream()
+        house.script.tokens_per_message = 9
+        joined = await house.stream()
+        assert len(joined) < len(single)
+        text = ["".join(e["choices"][0]["delta"].get("content", "") for e in events[:-1])
+                for events in (single, joined)]  # fmt: skip
+        assert text[0] == text[1]
