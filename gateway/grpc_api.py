@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from typing import Any, Literal, get_args
 
 from epd.config import LimitsConfig
-from epd.errors import invalid
+from epd.errors import EpdError, ErrorKind, invalid
 from epd.obs import logs
 from epd.rpc import convert
 from epd.text.messages import ChatMessage, ImagePart, TextPart
@@ -17,6 +17,7 @@ from gateway.access import Access
 from gateway.chat import Answer, ChatService, Part, new_request_id
 from gateway.content import Conversation, ImageSource, conversation
 from gateway.fields import Fields
+from gateway.grpc_receipt import authorization
 from gateway.schema import ChatCall, read_generation
 from protos.epd.v1 import gateway_pb2 as pb
 from protos.epd.v1 import gateway_pb2_grpc as pb_grpc
@@ -53,35 +54,40 @@ class GatewayService(pb_grpc.GatewayServicer):
         self._vocab_size = vocab_size
         self._fingerprint = fingerprint
 
-    async def Chat(self, request: pb.ChatRequest, context: Any) -> AsyncIterator[pb.ChatEvent]:
-        with self._access.admit(_authorization(context)):
-            async with aclosing(self._chat(request, context)) as events:
-                async for event in events:
-                    yield event
+    async def Chat(self, request: pb.ChatRequest, context: Any) -> None:  # type: ignore[override]
+        with self._access.admit(authorization(context)):
+            request_id = new_request_id()
+            with logs.bind(request_id):
+                answer = await self._open(request, request_id, context.time_remaining())
+            try:
+                async for event in _events(answer):
+                    await self._write(event, context)
+            finally:
+                answer.cancel()
 
-    async def _chat(self, request: pb.ChatRequest, context: Any) -> AsyncGenerator[pb.ChatEvent]:
-        request_id = new_request_id()
-        with logs.bind(request_id), self._service.budget.hold() as hold:
+    async def _open(self, request: pb.ChatRequest, request_id: str, left_s: float | None) -> Answer:
+        service = self._service
+        with service.budget.hold() as hold:
             hold.take(request.ByteSize())
-            call = call_from_proto(request, self._service.config.limits, self._vocab_size)
-            left = context.time_remaining()
-            answer = await self._service.open(call, request_id, hold, left)
+            call = call_from_proto(request, service.config.limits, self._vocab_size)
+            answer = await service.open(call, request_id, hold, left_s)
             hold.keep()
+        return answer
+
+    async def _write(self, event: pb.ChatEvent, context: Any) -> None:
+        """Flow control holds it back while the client doesn't read."""
+        within_s = self._service.config.gateway.slow_reader_s
         try:
-            yield _accepted(answer)
-            async for part in answer.parts():
-                if part.piece is not None:
-                    yield pb.ChatEvent(delta=_delta(part.choice, part.piece))
-                elif call.generation.choices > 1:
-                    yield pb.ChatEvent(choice_finished=_choice_finished(part))
-            yield pb.ChatEvent(finished=_finished(answer))
-        finally:
-            answer.cancel()
+            async with asyncio.timeout(within_s):
+                await context.write(event)
+        except TimeoutError:
+            reason = f"the client took nothing of its answer for {within_s:g} s"
+            raise EpdError(ErrorKind.CANCELLED, reason) from None
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Any
     ) -> pb.ListModelsResponse:
-        self._access.identify(_authorization(context))
+        self._access.identify(authorization(context))
         model = pb.ModelInfo(
             id=self._service.model,
             max_context=self._service.preparer.max_context,
@@ -91,10 +97,14 @@ class GatewayService(pb_grpc.GatewayServicer):
         return pb.ListModelsResponse(models=[model])
 
 
-def _authorization(context: Any) -> str | None:
-    metadata = dict(context.invocation_metadata() or ())
-    value = metadata.get("authorization")
-    return value if isinstance(value, str) else None
+async def _events(answer: Answer) -> AsyncIterator[pb.ChatEvent]:
+    yield _accepted(answer)
+    async for part in answer.parts():
+        if part.piece is not None:
+            yield pb.ChatEvent(delta=_delta(part.choice, part.piece))
+        elif answer.call.generation.choices > 1:
+            yield pb.ChatEvent(choice_finished=_choice_finished(part))
+    yield pb.ChatEvent(finished=_finished(answer))
 
 
 def call_from_proto(request: pb.ChatRequest, limits: LimitsConfig, vocab_size: int) -> ChatCall:

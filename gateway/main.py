@@ -15,7 +15,7 @@ from epd.obs import logs
 from epd.obs.http import ObservationServer
 from epd.rpc import tls as inner_tls
 from epd.rpc.server import Server
-from gateway import tls
+from gateway import grpc_receipt, tls
 from gateway.access import Access, AccessControl
 from gateway.app import build_app, counts, why_not_ready
 from gateway.chat import STAGE, ChatService
@@ -97,7 +97,12 @@ class Gateway:
             MembershipService(self.registry, config.gateway), self._membership.grpc
         )
         self._public = Server(
-            STAGE, [SERVICE], config.rpc, max_message_bytes=config.limits.max_body_bytes
+            STAGE,
+            [SERVICE],
+            config.rpc,
+            max_message_bytes=config.limits.max_body_bytes,
+            interceptors=[grpc_receipt.Receipt(config, access)],
+            options=grpc_receipt.options(config),
         )
         gateway_pb2_grpc.add_GatewayServicer_to_server(
             GatewayService(self.service, spec.vocab_size, spec.fingerprint, access),

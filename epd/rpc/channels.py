@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc.aio
 
 from epd.config import RpcConfig
 from epd.rpc import tls
 
-Options = list[tuple[str, int]]
+Options = Sequence[tuple[str, int]]
 
 
 def _keepalive(config: RpcConfig) -> Options:

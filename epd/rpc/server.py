@@ -18,7 +18,7 @@ from epd.config import RpcConfig
 from epd.errors import EpdError, ErrorKind
 from epd.obs import metrics
 from epd.obs.logs import request_id
-from epd.rpc.channels import server_options
+from epd.rpc.channels import Options, server_options
 from epd.rpc.status import internal, to_status
 
 logger = logging.getLogger(__name__)
@@ -33,13 +33,19 @@ class Server:
     """
 
     def __init__(
-        self, stage: str, services: Sequence[str], config: RpcConfig, max_message_bytes: int
+        self,
+        stage: str,
+        services: Sequence[str],
+        config: RpcConfig,
+        max_message_bytes: int,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        options: Options = (),
     ) -> None:
         self._stage = stage
         self._services = tuple(services)
         self.grpc = grpc.aio.server(
-            interceptors=[TypedErrors(stage)],
-            options=server_options(config, max_message_bytes),
+            interceptors=[TypedErrors(stage), *interceptors],
+            options=[*server_options(config, max_message_bytes), *options],
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

@@ -1,0 +1,140 @@
+"""Receipt of messages at the public gRPC port: in time, from who may call.
+
+grpc.aio calls a unary handler when the whole message is there, however long that takes and
+however much of it is in memory by then. On the wire a unary request is a stream of one
+message; read as such, its receipt can have an end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from epd.config import Config
+from epd.errors import EpdError, ErrorKind, invalid
+from epd.rpc.status import to_status
+from gateway.access import Access
+
+_OURS = "/epd.v1."
+_PROMPT_S = 5.0
+"""A message that isn't there after this is counted as one of the largest allowed."""
+_AGE_S = 3600
+"""Clients connect anew after this; calls that hang on a peer that doesn't read end then."""
+
+
+def options(config: Config) -> list[tuple[str, int]]:
+    """Channel arguments of the public port."""
+    limits = config.limits
+    grace_s = limits.request_deadline_s + config.gateway.slow_reader_s
+    return [
+        ("grpc.max_concurrent_streams", limits.max_inflight),
+        ("grpc.server_handshake_timeout_ms", int(config.gateway.head_s * 1000)),
+        ("grpc.max_connection_age_ms", _AGE_S * 1000),
+        ("grpc.max_connection_age_grace_ms", int(grace_s * 1000)),
+    ]
+
+
+class Receipt(grpc.aio.ServerInterceptor):
+    """Reads the message of every unary request itself; of ours, after the key was checked."""
+
+    def __init__(self, config: Config, access: Access) -> None:
+        self._access = access
+        self._within_s = config.gateway.body_s
+        limits = config.limits
+        self._slots = max(1, (limits.max_inflight_mib << 20) // limits.max_body_bytes)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler
+        ours = handler_call_details.method.startswith(_OURS)
+        wrap, build = (
+            (self._streaming(handler.unary_stream, ours), grpc.stream_stream_rpc_method_handler)
+            if handler.response_streaming
+            else (self._single(handler.unary_unary, ours), grpc.stream_unary_rpc_method_handler)
+        )
+        return build(
+            wrap,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _single(self, behaviour: Callable[..., Any], ours: bool) -> Callable[..., Any]:
+        async def handle(_: AsyncIterator[Any], context: Any) -> Any:
+            result = behaviour(await self._message(context, ours), context)
+            return await result if inspect.isawaitable(result) else result
+
+        return handle
+
+    def _streaming(self, behaviour: Callable[..., Any], ours: bool) -> Callable[..., Any]:
+        async def handle(_: AsyncIterator[Any], context: Any) -> None:
+            result = behaviour(await self._message(context, ours), context)
+            if not inspect.isasyncgen(result):
+                await result
+                return
+            async with aclosing(result) as events:
+                async for event in events:
+                    await context.write(event)
+
+        return handle
+
+    async def _message(self, context: Any, ours: bool) -> Any:
+        """The request.
+
+        Raises:
+            EpdError: of one of our methods; others are aborted with the same status.
+        """
+        try:
+            if ours:
+                self._access.identify(authorization(context))
+            return await self._read(context)
+        except EpdError as error:
+            if ours:
+                raise
+            code, message, metadata = to_status(error)
+            await context.abort(code, message, tuple(metadata))
+
+    async def _read(self, context: Any) -> Any:
+        reading = asyncio.ensure_future(context.read())
+        try:
+            await asyncio.wait([reading], timeout=min(_PROMPT_S, self._within_s))
+            if not reading.done():
+                with self._slot():
+                    await asyncio.wait([reading], timeout=self._within_s - _PROMPT_S)
+            if not reading.done():
+                reason = f"the message took more than {self._within_s:g} s"
+                raise EpdError(ErrorKind.REQUEST_TIMEOUT, reason)
+        finally:
+            reading.cancel()
+        message = reading.result()
+        if message is grpc.aio.EOF:
+            raise invalid("there is no message")
+        return message
+
+    @contextmanager
+    def _slot(self) -> Iterator[None]:
+        if not self._slots:
+            reason = "too many large messages are on their way"
+            raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
+        self._slots -= 1
+        try:
+            yield
+        finally:
+            self._slots += 1
+
+
+def authorization(context: Any) -> str | None:
+    """What the caller's metadata says of who they are."""
+    metadata = dict(context.invocation_metadata() or ())
+    value = metadata.get("authorization")
+    return value if isinstance(value, str) else None
