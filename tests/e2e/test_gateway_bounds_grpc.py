@@ -1,0 +1,132 @@
+"""What a gRPC client may hold of the gateway: messages that never come, streams never read."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from epd.jobs import Stage
+from gateway import grpc_receipt
+from gateway.main import Loaded
+from protos.epd.v1 import gateway_pb2_grpc
+from tests.cases.test_grpc import ask
+from tests.e2e.fake_stages import Call, hang
+from tests.e2e.test_gateway_bounds import opened
+
+pytestmark = pytest.mark.timeout(60)
+CHAT = "/epd.v1.Gateway/Chat"
+METHODS = [CHAT, "/epd.v1.Gateway/ListModels", "/grpc.health.v1.Health/Check"]
+
+
+def silent(channel: grpc.aio.Channel, method: str, **call: Any) -> Any:
+    """A call that begins, and whose message doesn't come."""
+    return channel.stream_stream(method)(**call)
+
+
+async def status(call: Any, within_s: float = 5) -> grpc.StatusCode:
+    async with asyncio.timeout(within_s):
+        return await call.code()
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_a_message_that_never_comes_ends_the_call(loaded: Loaded, method: str) -> None:
+    async with (
+        opened(loaded, body_s=0.5) as house,
+        grpc.aio.insecure_channel(house.grpc) as channel,
+    ):
+        call = silent(channel, method)
+        assert await status(call) is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "message took more than 0.5 s" in await call.details()
+
+
+async def test_who_may_not_call_is_told_before_the_message(loaded: Loaded) -> None:
+    async with (
+        opened(loaded, api_keys=("key",)) as house,
+        grpc.aio.insecure_channel(house.grpc) as channel,
+    ):
+        assert await status(silent(channel, CHAT)) is grpc.StatusCode.UNAUTHENTICATED
+        metadata = (("authorization", "Bearer key"),)
+        call = silent(channel, CHAT, metadata=metadata)
+        with pytest.raises(TimeoutError):
+            await status(call, 0.5)
+        call.cancel()
+
+
+async def test_only_so_many_messages_may_be_late(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each might be as large as is allowed."""
+    monkeypatch.setattr(grpc_receipt, "_PROMPT_S", 0.2)
+    async with (
+        opened(loaded, {"max_inflight_mib": 2}) as house,
+        grpc.aio.insecure_channel(house.grpc) as channel,
+    ):
+        late = [silent(channel, CHAT) for _ in range(2)]
+        await asyncio.sleep(0.5)
+        assert await status(silent(channel, CHAT)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        stub = gateway_pb2_grpc.GatewayStub(channel)
+        assert [event async for event in stub.Chat(ask())][-1].HasField("finished")
+        for call in late:
+            call.cancel()
+
+
+async def test_an_empty_stream_is_no_request(loaded: Loaded) -> None:
+    async with opened(loaded) as house, grpc.aio.insecure_channel(house.grpc) as channel:
+        call = silent(channel, CHAT)
+        await call.done_writing()
+        assert await status(call) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_bytes_of_all_messages_in_flight_are_bounded(loaded: Loaded) -> None:
+    async with (
+        opened(loaded, {"max_inflight_mib": 1}) as house,
+        grpc.aio.insecure_channel(house.grpc) as channel,
+    ):
+        stub: gateway_pb2_grpc.GatewayStub = gateway_pb2_grpc.GatewayStub(channel)
+        house.script.hooks["decode.token"] = hang
+        large = ask()
+        large.client_request_id = "x" * 600_000
+        first = stub.Chat(large)
+        await anext(aiter(first))
+        assert house.gateway.service.budget.used == large.ByteSize()
+        second = stub.Chat(large)
+        assert await status(second) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        first.cancel()
+
+
+async def test_a_reader_that_never_reads_is_cut_off(loaded: Loaded) -> None:
+    async with opened(loaded, slow_reader_s=1.0) as house:
+        made = [0]
+
+        async def count(call: Call) -> None:
+            made[0] = call.token
+
+        house.script.output = [300] * 1500
+        house.script.alternatives = 800
+        house.script.hooks["decode.token"] = count
+        request = ask()
+        request.options.max_tokens = 1600
+        request.options.logprobs = True
+        request.options.top_logprobs = 20
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14)]
+        async with grpc.aio.insecure_channel(house.grpc, options=options) as channel:
+            call = gateway_pb2_grpc.GatewayStub(channel).Chat(request)
+            assert (await call.read()).HasField("accepted")
+            async with asyncio.timeout(20):
+                while not house.script.jobs_of(Stage.DECODE):
+                    await asyncio.sleep(0.01)
+                while house.gateway.service.inflight:
+                    await asyncio.sleep(0.05)
+            await house.settled()
+            assert 0 < made[0] < 1400
+            seen = 0
+            with pytest.raises(grpc.aio.AioRpcError) as caught:  # noqa: PT012 (a loop)
+                while await call.read() is not grpc.aio.EOF:
+                    seen += 1
+            assert caught.value.code() is grpc.StatusCode.CANCELLED
+            assert "took nothing of its answer for 1 s" in (caught.value.details() or "")
+            assert 0 < seen < made[0]
