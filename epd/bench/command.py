@@ -278,3 +278,37 @@ def ceiling(
             )
 
     _exit_on_error(run)
+
+
+@app.command()
+def stage(
+    checkpoint: Annotated[str, typer.Argument(help="Folder of the model.")],
+    only: Annotated[str, typer.Option(help="compute, handoff, transfer; with commas.")] = "",
+    threads: Annotated[int, typer.Option(min=1)] = 1,
+    rounds: Annotated[int, typer.Option(min=1)] = 9,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of decoding sequences.")] = 256,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a prefill forward.")] = 512,
+    side: Annotated[int, typer.Option(min=28, help="Of the picture, px.")] = 448,
+    kernels_off: Annotated[bool, typer.Option(help="Without compiled kernels too.")] = False,
+    json: Annotated[Path | None, typer.Option()] = None,
+) -> None:
+    """Measure each stage alone beside its floor: memory, GEMM, sockets, Mooncake."""
+
+    def run() -> None:
+        # Before torch starts its threads: a waiting one must not spin on a core.
+        import os
+
+        os.environ |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+        from epd.bench.stage import run as stages
+        from epd.bench.stage.compute import Sizes
+
+        parts = tuple(part for part in only.split(",") if part) or stages.PARTS
+        if unknown := set(parts) - set(stages.PARTS):
+            raise _invalid(f"--only {', '.join(sorted(unknown))}: there is no such part", "only")
+        sizes = Sizes(context, chunk, side)
+        options = stages.Options(checkpoint, threads, rounds, parts, kernels_off, sizes)
+        found = stages.run(options, typer.echo)
+        if json:
+            stages.save(json, found)
+
+    _exit_on_error(run)

@@ -1,0 +1,1 @@
+"""`epd bench stage`: each stage alone, beside the floor that the machine sets, in one run."""
