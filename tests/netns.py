@@ -24,6 +24,7 @@ removes the switches and cables as well. What a killed run left is removed by th
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import shutil
@@ -141,6 +142,11 @@ class Network:
         for here, there in ((one, other), (other, one)):
             _ip(here.namespace, f"neigh del {there.address} dev {here.interface}")
 
+    def received(self, link: Link) -> int:
+        """Bytes that came to the node over this cable so far."""
+        (shown,) = json.loads(_ip(link.namespace, f"-s -j link show {link.interface}"))
+        return int(shown["stats64"]["rx"]["bytes"])
+
     def close(self) -> None:
         """Remove everything; processes that still run in a node lose their network."""
         # The kernel takes namespaces down later: the host's end goes at once, its route too.
@@ -228,8 +234,9 @@ def _require_tools() -> None:
             raise Unavailable(f"{tool} is not installed")
 
 
-def _ip(namespace: str | None, arguments: str) -> None:
+def _ip(namespace: str | None, arguments: str) -> str:
     line = ["ip", *(["-n", namespace] if namespace else []), *arguments.split()]
     done = subprocess.run(line, capture_output=True, text=True, timeout=20)
     if done.returncode:
         raise Unavailable(f"{' '.join(line)}: {done.stderr.strip()}")
+    return done.stdout

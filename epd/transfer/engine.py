@@ -180,9 +180,10 @@ class Engine:
                 name = await self._sessions.connect(peer, fingerprint)
                 await self._run(peer, name, parts, owner, key)
         except TimeoutError:
-            self._sessions.doubt(peer)
+            waited = time.monotonic() - started
+            self._sessions.doubt(peer, waited)
             metrics.FAILURES.labels(kind, "timeout").inc()
-            raise _failed(peer, f"not done within {time.monotonic() - started:.1f} s") from None
+            raise _failed(peer, f"not done within {waited:.1f} s") from None
         except EpdError as error:
             metrics.FAILURES.labels(kind, str(error.kind)).inc()
             raise
@@ -241,10 +242,11 @@ class Engine:
     ) -> None:
         if self._driver is None:
             raise _failed(peer, "this worker's transfer engine is not running")
+        started = time.monotonic()
         try:
             await self._driver.run(name, parts, owner, key)
         except ReadFailed as error:
-            self._sessions.doubt(peer)
+            self._sessions.doubt(peer, time.monotonic() - started)
             raise _failed(peer, str(error)) from None
 
     async def _read_page(self, name: str, peer: Peer) -> bytes:

@@ -2,7 +2,7 @@
 
     unknown --describe, read identity page--> open --a read failed--> unknown
        |                                        (probed again before the next read)
-       +-- unreachable: refused for backoff_s, then tried again
+       +-- unreachable, or silent for a whole read: refused for backoff_s, then tried again
        +-- other epoch, other transport: refused for good (that life is over)
 
 Mooncake remembers for ever what it learned about a session's *name*, so a worker
@@ -83,11 +83,20 @@ class Sessions:
         link.identity.check(peer, fingerprint)
         return link.name
 
-    def doubt(self, peer: Peer) -> None:
-        """A read failed: prove the peer again before the next one."""
+    def doubt(self, peer: Peer, waited_s: float = 0.0) -> None:
+        """A read failed after `waited_s`: prove the peer again before the next one.
+
+        One that was silent for a whole read deadline is backed off like one that can't
+        be reached: who tries again would wait for the probe on top.
+        """
         link = self._links.get((peer.session, peer.epoch))
-        if link:
-            link.identity = None
+        if link is None:
+            return
+        link.identity = None
+        if waited_s >= self._config.read_deadline_s:
+            what = f"peer {peer.session} can't be reached: silent for {waited_s:.1f} s"
+            error = EpdError(ErrorKind.TRANSFER_FAILED, what)
+            self._refuse(link, error, self._config.backoff_s)
 
     def _link(self, peer: Peer) -> _Link:
         key = (peer.session, peer.epoch)

@@ -128,6 +128,28 @@ async def test_after_a_failed_read_the_peer_is_proven_again(world: World) -> Non
     assert world.probes == 2
 
 
+async def test_a_peer_that_was_silent_for_a_whole_read_is_left_alone(world: World) -> None:
+    await world.sessions.connect(PEER, "f00d")
+    world.sessions.doubt(PEER, waited_s=CONFIG.read_deadline_s)
+    error = await world.refused()
+    assert error.kind is ErrorKind.TRANSFER_FAILED
+    assert error.retry_after_s == pytest.approx(CONFIG.backoff_s)
+    assert "silent for 5.0 s" in error.message
+    assert world.probes == 1, "nobody waits for another probe"
+    world.now += CONFIG.backoff_s + 0.01
+    await world.sessions.connect(PEER, "f00d")
+    assert world.probes == 2
+
+
+async def test_a_read_that_ran_out_of_its_callers_time_says_nothing_of_the_peer(
+    world: World,
+) -> None:
+    await world.sessions.connect(PEER, "f00d")
+    world.sessions.doubt(PEER, waited_s=CONFIG.read_deadline_s / 2)
+    await world.sessions.connect(PEER, "f00d")
+    assert world.probes == 2
+
+
 async def test_a_new_life_on_the_same_address_gets_a_name_of_its_own(world: World) -> None:
     await world.sessions.connect(PEER, "f00d")
     world.description = Description("tcp", b"life 2")
