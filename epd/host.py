@@ -41,6 +41,8 @@ def run_stage(role: str, config: Config) -> int:
             sys.stderr.flush()
             os._exit(codes[0])
 
+    # Until the stage can drain there is nothing to drain: loading takes a while.
+    signal.signal(signal.SIGTERM, _on_early_stop)
     atexit.register(leave)  # registered before the others, so it runs after them
     codes.append(serve_stage(role, config))
     return codes[0]
@@ -99,6 +101,11 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
     """Ctrl-C drains, as SIGTERM does; a second one ends the process at once."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _on_early_stop(number: int, frame: FrameType | None) -> None:
+    """SIGTERM before the stage serves (it then has a handler of its own): a clean end."""
+    os._exit(0)
 
 
 def _failed(role: str, reason: str) -> int:

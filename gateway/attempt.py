@@ -114,6 +114,8 @@ class Attempt:
     async def _on_admitted(self, stream: StageStream, admitted: prefill_pb2.Admitted) -> None:
         self._timeline.end("admission")
         self._timeline.begin("prefill")
+        if not admitted.HasField("position_delta"):
+            raise broken(stream, "admitted the request without a position_delta")
         self.position_delta = admitted.position_delta
         for index in admitted.missing_items:
             if index >= len(self._request.items):

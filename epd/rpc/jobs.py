@@ -19,6 +19,7 @@ from epd.rpc.convert import (
     sampling_from_proto,
     sampling_to_proto,
 )
+from epd.transfer.contract import mismatch
 from protos.epd.v1 import common_pb2, decode_pb2, encode_pb2, prefill_pb2
 
 MAX_REQUEST_ID = 128
@@ -119,6 +120,8 @@ def decode_job_from_proto(message: decode_pb2.DecodeJob, facts: ModelFacts) -> D
     token_ids = tuple(message.token_ids)
     _check_tokens(token_ids, message.prompt_length, facts)
     _check_salt(message.salt)
+    if not message.HasField("position_delta"):
+        raise mismatch("position_delta", "nothing", "what prefill's Admitted says")
     return DecodeJob(
         request_id=message.request_id,
         attempt=message.attempt,

@@ -95,7 +95,8 @@ class DecodeJob(_message.Message):
     """Tenant salt: part of every cache key, so tenants never share."""
     position_delta: _builtins.int
     """From prefill's Admitted: what to add to a text index to get its rotary position
-    (mRoPE), since decode has no grids to compute it from.
+    (mRoPE), since decode has no grids to compute it from. A job without it is refused:
+    0 is a delta like any other, and positions would be silently wrong.
     """
     arrival_ms: _builtins.int
     """When the gateway received the request (Unix time). Where blocks run out the
@@ -128,14 +129,16 @@ class DecodeJob(_message.Message):
         items: _abc.Iterable[_common_pb2.ImageItem] | None = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         salt: _builtins.bytes = ...,
-        position_delta: _builtins.int = ...,
+        position_delta: _builtins.int | None = ...,
         arrival_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_position_delta", b"_position_delta", "position_delta", b"position_delta", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_ms", b"arrival_ms", "attempt", b"attempt", "fingerprint", b"fingerprint", "items", b"items", "nonce", b"nonce", "position_delta", b"position_delta", "prompt_length", b"prompt_length", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position_delta", b"_position_delta", "arrival_ms", b"arrival_ms", "attempt", b"attempt", "fingerprint", b"fingerprint", "items", b"items", "nonce", b"nonce", "position_delta", b"position_delta", "prompt_length", b"prompt_length", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__position_delta: _TypeAlias = _typing.Literal["position_delta"]  # noqa: Y015
+    _WhichOneofArgType__position_delta: _TypeAlias = _typing.Literal["_position_delta", b"_position_delta"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__position_delta) -> _WhichOneofReturnType__position_delta | None: ...
 
 Global___DecodeJob: _TypeAlias = DecodeJob  # noqa: Y015
 

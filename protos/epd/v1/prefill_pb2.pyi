@@ -229,7 +229,8 @@ class Admitted(_message.Message):
     """Prompt tokens whose KV was already here."""
     position_delta: _builtins.int
     """What to add to a text index to get its rotary position (mRoPE). Fixed per
-    request; decode needs it.
+    request; decode needs it. With presence: 0 is a delta like any other, and a
+    sender that forgets it must not pass for one that has 0.
     """
     @_builtins.property
     def missing_items(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -242,13 +243,15 @@ class Admitted(_message.Message):
         *,
         cached_tokens: _builtins.int = ...,
         missing_items: _abc.Iterable[_builtins.int] | None = ...,
-        position_delta: _builtins.int = ...,
+        position_delta: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_position_delta", b"_position_delta", "position_delta", b"position_delta"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "missing_items", b"missing_items", "position_delta", b"position_delta"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position_delta", b"_position_delta", "cached_tokens", b"cached_tokens", "missing_items", b"missing_items", "position_delta", b"position_delta"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__position_delta: _TypeAlias = _typing.Literal["position_delta"]  # noqa: Y015
+    _WhichOneofArgType__position_delta: _TypeAlias = _typing.Literal["_position_delta", b"_position_delta"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__position_delta) -> _WhichOneofReturnType__position_delta | None: ...
 
 Global___Admitted: _TypeAlias = Admitted  # noqa: Y015
 
