@@ -184,6 +184,9 @@ class StageStream:
         found = from_rpc_error(error)
         if error.details() == _LOCAL_FAULT:
             found = EpdError(ErrorKind.STAGE_UNAVAILABLE, "the call broke under a message")
+        elif self.lost and found.kind is ErrorKind.CANCELLED:
+            # Not by us (`abort` ends the read another way): a server that stops does that.
+            found = EpdError(ErrorKind.STAGE_UNAVAILABLE, "the worker stopped", retry_after_s=1.0)
         self._error = self._error or found
 
     async def _write(self) -> None:

@@ -242,6 +242,29 @@ async def test_hnd_32_a_client_that_leaves_between_prefill_and_decode(
     assert house.journal[-1] == "prefill: half-close"
 
 
+@pytest.mark.parametrize("point", ["prefill.job", "prefill.first", "decode.fetch"])
+async def test_lif_09_a_server_that_stops_cancels_its_calls(house: House, point: str) -> None:
+    """As a status that is not the client's: nobody who waits for an answer has cancelled."""
+
+    async def stops(call: Call) -> None:
+        await call.context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
+
+    house.script.hooks[point] = stops
+    reply = await house.chat()
+    assert (reply.status, reply.json()["error"]["code"]) == (503, "stage_unavailable")
+    await house.add(Stage.PREFILL, "prefill-1")
+    await house.add(Stage.DECODE, "decode-1")
+    first = [0]
+
+    async def stops_once(call: Call) -> None:
+        first[0] += 1
+        if first[0] == 1:
+            await stops(call)
+
+    house.script.hooks[point] = stops_once
+    assert (await house.chat()).status == 200
+
+
 async def test_lif_09_a_worker_that_goes_between_choice_and_call(house: House) -> None:
     """Now and then a call finds its worker gone, which comes back elsewhere: each request
     ends, as many as were sent, and those that were not answered say why."""
