@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from epd.cpus import parse_cpus
 from epd.errors import invalid
 
 _LISTS = frozenset({"gateways", "hosts", "ports", "api_keys", "cors_origins"})
@@ -23,6 +24,22 @@ _LISTS = frozenset({"gateways", "hosts", "ports", "api_keys", "cors_origins"})
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _ProcessSection(_Section):
+    cpus: str = ""
+    """Cores that this process and its helpers may use, e.g. "0" or "0,2-4"; "": all."""
+
+    @field_validator("cpus")
+    @classmethod
+    def _readable(cls, value: str) -> str:
+        parse_cpus(value)
+        return value
+
+
+class _StageSection(_ProcessSection):
+    threads: int = Field(0, ge=0)
+    """torch threads of this stage; 0: `model.threads`."""
 
 
 class ModelConfig(_Section):
@@ -49,7 +66,7 @@ class KvConfig(_Section):
     decode_tokens: int = Field(16384, ge=64)
 
 
-class EncodeConfig(_Section):
+class EncodeConfig(_StageSection):
     batch_patches: int = Field(4096, ge=1)
     """Most vision patches in one forward; a larger image runs alone."""
     arena_mib: int = Field(256, ge=1)
@@ -69,7 +86,7 @@ class EncodeConfig(_Section):
     """Memory that one picture may take to decode and resize."""
 
 
-class PrefillConfig(_Section):
+class PrefillConfig(_StageSection):
     step_tokens: int = Field(512, ge=1)
     """Token budget of one forward over all requests."""
     chunk_tokens: int = Field(512, ge=1)
@@ -82,7 +99,7 @@ class PrefillConfig(_Section):
     max_queue: int = Field(256, ge=1)
 
 
-class DecodeConfig(_Section):
+class DecodeConfig(_StageSection):
     max_running: int = Field(64, ge=1)
     """Most sequences in one forward."""
     max_queue: int = Field(256, ge=1)
@@ -134,7 +151,7 @@ class LimitsConfig(_Section):
     request_deadline_s: float = Field(300.0, gt=0)
 
 
-class GatewayConfig(_Section):
+class GatewayConfig(_ProcessSection):
     host: str = "127.0.0.1"
     http_port: int = Field(8000, ge=0, le=65535)
     grpc_port: int = Field(8001, ge=0, le=65535)
@@ -268,6 +285,11 @@ class Config(_Section):
     rpc: RpcConfig = RpcConfig()
     serve: ServeConfig = ServeConfig()
     log: LogConfig = LogConfig()
+
+    def for_stage(self, stage: str) -> Config:
+        """As a process of this one stage takes it: its own number of threads."""
+        threads = getattr(self, stage).threads or self.model.threads
+        return self.model_copy(update={"model": self.model.model_copy(update={"threads": threads})})
 
 
 def load_config(

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from epd.config import Config
+from epd.cpus import pin
 from epd.errors import EpdError
 from epd.lifetime import die_with_expected_parent
 
@@ -55,9 +56,12 @@ def serve_stage(role: str, config: Config) -> int:
     nobody foresaw shows a traceback.
     """
     die_with_expected_parent()
+    if role != GATEWAY:
+        config = config.for_stage(role)
     _prepare_environment(config.model.threads)
     signal.signal(signal.SIGINT, _on_interrupt)
     try:
+        pin(getattr(config, role).cpus)
         serve = _serve_of(role)
         asyncio.run(serve(config))
     except EpdError as error:

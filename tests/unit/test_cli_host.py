@@ -76,6 +76,26 @@ def test_threads_are_set_before_anything_reads_them(monkeypatch: pytest.MonkeyPa
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
+def test_a_stage_may_have_threads_and_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage(monkeypatch, None)
+    pinned: list[object] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: pinned.append(cpus))
+    tree = {"model": {"threads": 3}, "decode": {"threads": 2, "cpus": "0,2-4"}}
+    for role, threads in (("decode", "2"), ("prefill", "3"), ("gateway", "3")):
+        assert host.serve_stage(role, Config.model_validate(tree)) == 0
+        assert os.environ["OMP_NUM_THREADS"] == threads
+    assert pinned == [{0, 2, 3, 4}]
+
+
+def test_cores_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage(monkeypatch, None)
+    config = Config.model_validate({"decode": {"cpus": "900"}})
+    assert host.serve_stage("decode", config) == 1
+    assert "cores 900: none of them is there" in capsys.readouterr().err
+
+
 STAND_IN = """
 import asyncio, atexit, signal, sys
 from epd import host

@@ -31,6 +31,7 @@ def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
     [
         ({"kv.block_tokens": 0}, "kv.block_tokens"),
         ({"kv.nothing": 1}, "kv.nothing"),
+        ({"decode.cpus": "0-"}, "decode.cpus"),
         ({"nothing.at_all": 1}, "nothing"),
         ({"model": "x", "model.path": "y"}, "model"),
         ({"gateway.http_port": 65536}, "gateway.http_port"),
