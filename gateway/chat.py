@@ -88,12 +88,7 @@ class ChatService:
         Raises:
             EpdError: nothing was begun, or all of it was given up.
         """
-        if call.model not in ("", self.model):
-            raise EpdError(
-                ErrorKind.MODEL_NOT_FOUND,
-                f"the model {call.model!r} is not served here; it is {self.model!r}",
-                param="model",
-            )
+        self.check_model(call.model)
         timeline = Timeline()
         longest = self.config.limits.request_deadline_s
         allowed = longest if deadline_s is None else min(deadline_s, longest)
@@ -121,6 +116,12 @@ class ChatService:
             answer.cancel()
             raise
         return answer
+
+    def check_model(self, name: str) -> None:
+        """Raises EpdError for another model than ours; an empty name is none."""
+        if name not in ("", self.model):
+            reason = f"the model {name!r} is not served here; it is {self.model!r}"
+            raise EpdError(ErrorKind.MODEL_NOT_FOUND, reason, param="model")
 
     def _check_room(self) -> None:
         if self.draining:

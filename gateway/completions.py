@@ -30,7 +30,7 @@ from gateway.schema import (
     read_streaming,
 )
 
-_DEFAULT_MAX_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
 _MOST_LOGPROBS = 5
 _NOT_SERVED: dict[str, Sequence[Any]] = {**NOT_SERVED, "suffix": ("",), "prompt_embeds": ()}
@@ -50,7 +50,7 @@ def parse_completion(body: bytes, limits: LimitsConfig, vocab_size: int) -> Chat
     prompt = read_prompt(fields, "prompt", vocab_size)
     generation = read_generation(fields, limits, vocab_size)
     if generation.max_tokens is None:
-        generation = replace(generation, max_tokens=_DEFAULT_MAX_TOKENS)
+        generation = replace(generation, max_tokens=DEFAULT_MAX_TOKENS)
     stream, include_usage = read_streaming(fields)
     fields.refuse(_NOT_SERVED, "is not supported")
     for name in ACCEPTED:

@@ -148,13 +148,18 @@ def _tool_call(value: Any, path: str, known: set[str]) -> ToolCall:
     arguments = inner.required_string("arguments") or "{}"
     inner.done()
     check_text(name, inner.param("name"))
-    try:
-        parsed = orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError as error:
-        raise inner.wrong("arguments", f"is no JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise inner.wrong("arguments", "must be a JSON object")
+    check_arguments(arguments, inner.param("arguments"))
     return ToolCall(name, arguments)
+
+
+def check_arguments(arguments: str, where: str) -> None:
+    """Raises EpdError unless they are a JSON object."""
+    try:
+        parsed = orjson.loads(arguments)
+    except orjson.JSONDecodeError as error:
+        raise invalid(f"{where}: is no JSON: {error}", where) from error
+    if not isinstance(parsed, dict):
+        raise invalid(f"{where}: must be a JSON object", where)
 
 
 def _part(value: Any, path: str, images: list[ImageSource]) -> TextPart | ImagePart:

@@ -4,43 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from typing import Any, Literal, get_args
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any
 
-from epd.config import LimitsConfig
 from epd.errors import EpdError, ErrorKind, invalid
 from epd.obs import logs
 from epd.rpc import convert
-from epd.text.messages import ChatMessage, ImagePart, TextPart
-from epd.text.output import Piece
+from epd.text.output import TextToken
 from gateway.access import Access
 from gateway.chat import Answer, ChatService, Part, new_request_id
-from gateway.content import Conversation, ImageSource, conversation
-from gateway.fields import Fields
 from gateway.grpc_receipt import authorization
-from gateway.schema import ChatCall, read_generation
+from gateway.grpc_request import chat_call, completion_call, tokenize_call
+from gateway.schema import ChatCall
 from protos.epd.v1 import gateway_pb2 as pb
 from protos.epd.v1 import gateway_pb2_grpc as pb_grpc
 
 _log = logging.getLogger(__name__)
 SERVICE = "epd.v1.Gateway"
-_Option = Literal[
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "n",
-    "guided_json",
-    "guided_regex",
-]
-_ROLES = {pb.ROLE_SYSTEM: "system", pb.ROLE_USER: "user", pb.ROLE_ASSISTANT: "assistant"}
-_OPTIONAL: tuple[_Option, ...] = get_args(_Option)
+_MAX_CLIENT_ID = 128
+_Request = pb.ChatRequest | pb.CompletionRequest
 
 
 class GatewayService(pb_grpc.GatewayServicer):
@@ -55,34 +38,37 @@ class GatewayService(pb_grpc.GatewayServicer):
         self._fingerprint = fingerprint
 
     async def Chat(self, request: pb.ChatRequest, context: Any) -> None:  # type: ignore[override]
-        with self._access.admit(authorization(context)):
-            request_id = new_request_id()
-            with logs.bind(request_id):
-                answer = await self._open(request, request_id, context.time_remaining())
-            try:
-                async for event in _events(answer):
-                    await self._write(event, context)
-            finally:
-                answer.cancel()
+        await self._answer(request, context, partial(chat_call, request), "chatcmpl")
 
-    async def _open(self, request: pb.ChatRequest, request_id: str, left_s: float | None) -> Answer:
+    async def Complete(  # type: ignore[override]
+        self, request: pb.CompletionRequest, context: Any
+    ) -> None:
+        await self._answer(request, context, partial(completion_call, request), "cmpl")
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         service = self._service
-        with service.budget.hold() as hold:
+        with (
+            self._access.admit(authorization(context)),
+            service.receiving(),
+            service.budget.hold() as hold,
+        ):
             hold.take(request.ByteSize())
-            call = call_from_proto(request, service.config.limits, self._vocab_size)
-            answer = await service.open(call, request_id, hold, left_s)
-            hold.keep()
-        return answer
+            call = tokenize_call(request, service.config.limits, self._vocab_size)
+            service.check_model(call.model)
+            planned = await service.preparer.plan(call, "tokenize", hold)
+        return pb.TokenizeResponse(
+            ids=planned.token_ids,
+            image_tokens=planned.image_tokens,
+            max_context=service.preparer.max_context,
+        )
 
-    async def _write(self, event: pb.ChatEvent, context: Any) -> None:
-        """Flow control holds it back while the client doesn't read."""
-        within_s = self._service.config.gateway.slow_reader_s
-        try:
-            async with asyncio.timeout(within_s):
-                await context.write(event)
-        except TimeoutError:
-            reason = f"the client took nothing of its answer for {within_s:g} s"
-            raise EpdError(ErrorKind.CANCELLED, reason) from None
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: Any
+    ) -> pb.DetokenizeResponse:
+        with self._access.admit(authorization(context)):
+            _check_ids(request.ids, self._vocab_size)
+            text = self._service.tokenizer.decode(list(request.ids), skip_special_tokens=False)
+        return pb.DetokenizeResponse(text=text)
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Any
@@ -96,69 +82,90 @@ class GatewayService(pb_grpc.GatewayServicer):
         )
         return pb.ListModelsResponse(models=[model])
 
+    async def _answer(
+        self, request: _Request, context: Any, read: Callable[..., ChatCall], prefix: str
+    ) -> None:
+        with self._access.admit(authorization(context)):
+            request_id = new_request_id(prefix)
+            await context.send_initial_metadata((("x-request-id", request_id),))
+            with logs.bind(request_id):
+                if request.client_request_id:
+                    shown = request.client_request_id[:_MAX_CLIENT_ID]
+                    shown = "".join(filter(str.isprintable, shown))
+                    _log.info("client calls this request %s", shown)
+                answer = await self._open(request, read, request_id, context.time_remaining())
+            try:
+                async for event in self._events(answer):
+                    await self._write(event, context)
+            finally:
+                answer.cancel()
 
-async def _events(answer: Answer) -> AsyncIterator[pb.ChatEvent]:
-    yield _accepted(answer)
-    async for part in answer.parts():
-        if part.piece is not None:
-            yield pb.ChatEvent(delta=_delta(part.choice, part.piece))
-        elif answer.call.generation.choices > 1:
-            yield pb.ChatEvent(choice_finished=_choice_finished(part))
-    yield pb.ChatEvent(finished=_finished(answer))
+    async def _open(
+        self,
+        request: _Request,
+        read: Callable[..., ChatCall],
+        request_id: str,
+        left_s: float | None,
+    ) -> Answer:
+        service = self._service
+        with service.budget.hold() as hold:
+            hold.take(request.ByteSize())
+            call = read(service.config.limits, self._vocab_size)
+            answer = await service.open(call, request_id, hold, left_s)
+            hold.keep()
+        return answer
+
+    async def _events(self, answer: Answer) -> AsyncIterator[pb.ChatEvent]:
+        asked, called = answer.call.generation, False
+        yield _accepted(answer)
+        async for part in answer.parts():
+            if part.piece is not None:
+                yield self._delta(part, asked.sampling.logprobs)
+            elif asked.choices > 1:
+                yield pb.ChatEvent(choice_finished=_choice_finished(part))
+            if part.reason is not None and part.choice == 0:
+                called = part.called
+        yield pb.ChatEvent(finished=_finished(answer, called))
+
+    def _delta(self, part: Part, logprobs: bool) -> pb.ChatEvent:
+        assert part.piece is not None
+        delta = pb.ChatDelta(
+            text=part.piece.text,
+            tokens=[convert.token_to_proto(token.token) for token in part.piece.tokens],
+            choice=part.choice,
+        )
+        if part.calls:
+            delta.tool_calls.extend(
+                pb.ToolCallDelta(
+                    index=call.index, id=call.id, name=call.name, arguments=call.arguments
+                )
+                for call in part.calls
+            )
+        if logprobs:
+            delta.texts.extend(self._text(token) for token in part.piece.tokens)
+        return pb.ChatEvent(delta=delta)
+
+    def _text(self, token: TextToken) -> pb.TokenText:
+        raw = self._service.vocabulary.raw
+        return pb.TokenText(raw=token.raw, top=[raw(index) for index, _ in token.token.top])
+
+    async def _write(self, event: pb.ChatEvent, context: Any) -> None:
+        """Flow control holds it back while the client doesn't read."""
+        within_s = self._service.config.gateway.slow_reader_s
+        try:
+            async with asyncio.timeout(within_s):
+                await context.write(event)
+        except TimeoutError:
+            reason = f"the client took nothing of its answer for {within_s:g} s"
+            raise EpdError(ErrorKind.CANCELLED, reason) from None
 
 
-def call_from_proto(request: pb.ChatRequest, limits: LimitsConfig, vocab_size: int) -> ChatCall:
-    """Raises EpdError naming the field as the proto calls it."""
-    fields = Fields(_options(request.options), "options")
-    generation = read_generation(fields, limits, vocab_size)
-    fields.done()
-    return ChatCall(request.model, _conversation(request, limits), generation, stream=True)
-
-
-def _options(options: pb.GenerationOptions) -> dict[str, Any]:
-    """As JSON would hold them, so that one set of checks serves both."""
-    found: dict[str, Any] = {
-        name: getattr(options, name) for name in _OPTIONAL if options.HasField(name)
-    }
-    return {
-        **found,
-        "logit_bias": {str(key): value for key, value in options.logit_bias.items()},
-        "stop_token_ids": list(options.stop_token_ids),
-        "stop": list(options.stop),
-        "ignore_eos": options.ignore_eos,
-        "logprobs": options.logprobs,
-        "top_logprobs": options.top_logprobs,
-        "response_format": {"type": "json_object"} if options.json_object else None,
-        "guided_choice": list(options.guided_choice) or None,
-    }
-
-
-def _conversation(request: pb.ChatRequest, limits: LimitsConfig) -> Conversation:
-    if len(request.messages) > limits.max_messages:
-        raise invalid(f"messages: more than {limits.max_messages}", "messages")
-    images: list[ImageSource] = []
-    messages = []
-    for i, message in enumerate(request.messages):
-        role = _ROLES.get(message.role)
-        if role is None:
-            raise invalid(f"messages[{i}].role: is missing or unknown", f"messages[{i}].role")
-        parts: list[TextPart | ImagePart] = []
-        for j, part in enumerate(message.parts):
-            kind = part.WhichOneof("kind")
-            if kind == "text":
-                parts.append(TextPart(part.text))
-            elif kind == "image":
-                param = f"messages[{i}].parts[{j}].image"
-                if part.detail not in pb.ImageDetail.values():
-                    detail = f"messages[{i}].parts[{j}].detail"
-                    raise invalid(f"{detail}: {part.detail} is unknown", detail)
-                low = part.detail == pb.IMAGE_DETAIL_LOW
-                images.append(ImageSource(part.image, param, low_detail=low))
-                parts.append(ImagePart(len(images) - 1))
-            else:
-                raise invalid("neither text nor image", f"messages[{i}].parts[{j}]")
-        messages.append(ChatMessage(role, tuple(parts)))
-    return conversation(messages, images, limits)
+def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    if not ids:
+        raise invalid("ids: at least one", "ids")
+    for at, index in enumerate(ids):
+        if index >= vocab_size:
+            raise invalid(f"ids[{at}]: must be an id from 0 to {vocab_size - 1}", f"ids[{at}]")
 
 
 def _accepted(answer: Answer) -> pb.ChatEvent:
@@ -172,16 +179,12 @@ def _accepted(answer: Answer) -> pb.ChatEvent:
     )
 
 
-def _delta(choice: int, piece: Piece) -> pb.ChatDelta:
-    tokens = [convert.token_to_proto(token.token) for token in piece.tokens]
-    return pb.ChatDelta(text=piece.text, tokens=tokens, choice=choice)
-
-
 def _choice_finished(part: Part) -> pb.ChoiceFinished:
-    return pb.ChoiceFinished(choice=part.choice, reason=convert.finish_to_proto(part.reason))
+    reason = convert.finish_to_proto(part.reason)
+    return pb.ChoiceFinished(choice=part.choice, reason=reason, tool_calls=part.called)
 
 
-def _finished(answer: Answer) -> pb.ChatFinished:
+def _finished(answer: Answer, called: bool) -> pb.ChatFinished:
     usage = answer.usage
     phases = [
         pb.Phase(
@@ -194,6 +197,7 @@ def _finished(answer: Answer) -> pb.ChatFinished:
     ]
     return pb.ChatFinished(
         reason=convert.finish_to_proto(answer.reason),
+        tool_calls=called,
         usage=pb.Usage(
             prompt_tokens=usage.prompt,
             completion_tokens=usage.completion,

@@ -156,6 +156,7 @@ _ERRORS = {
     "400": "A field is wrong; `param` names it.",
     "401": "No valid API key.",
     "405": "No such method.",
+    "408": "The body took too long to arrive.",
     "413": "The body is too large.",
     "429": "Too many requests; see Retry-After.",
     "500": "A fault of the server.",

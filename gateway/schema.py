@@ -112,7 +112,7 @@ def parse_chat(value: Any, limits: LimitsConfig, vocab_size: int) -> ChatCall:
     generation = read_generation(fields, limits, vocab_size)
     tools = read_tools(fields, limits)
     if tools is not None:
-        generation = _with_tools(generation, tools)
+        generation = with_tools(generation, tools)
     stream, include_usage = read_streaming(fields)
     timeline = fields.boolean("timeline")
     fields.refuse(NOT_SERVED, "is not supported")
@@ -122,7 +122,8 @@ def parse_chat(value: Any, limits: LimitsConfig, vocab_size: int) -> ChatCall:
     return ChatCall(model, conversation, generation, stream, include_usage, timeline, tools)
 
 
-def _with_tools(generation: Generation, tools: ToolUse) -> Generation:
+def with_tools(generation: Generation, tools: ToolUse) -> Generation:
+    """Raises EpdError where the output is constrained already."""
     if generation.constraint is not None:
         param = generation.constraint.param
         raise invalid(f"{param}: can't be used together with tools", param)

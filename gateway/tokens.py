@@ -24,6 +24,7 @@ async def tokenize(
         EpdError: the user's fault, naming the field.
     """
     call = _call(body, service.config.limits, vocab_size)
+    service.check_model(call.model)
     request = await service.preparer.plan(call, "tokenize", hold)
     return {
         "tokens": list(request.token_ids),
@@ -36,7 +37,7 @@ async def tokenize(
 def detokenize(service: ChatService, body: bytes, vocab_size: int) -> dict[str, Any]:
     """The text of ids, control tokens included."""
     fields = Fields(load_json(body), "")
-    fields.string("model")
+    service.check_model(fields.string("model") or "")
     ids = read_ids(fields, "tokens", fields.take("tokens"), vocab_size)
     fields.done()
     return {"prompt": service.tokenizer.decode(list(ids), skip_special_tokens=False)}

@@ -1,7 +1,8 @@
 """EpdError <-> gRPC status, with google.rpc details.
 
 On the wire an error is code + message + ErrorInfo{reason = kind, domain =
-"epd", metadata{param}} and, where a retry makes sense, RetryInfo. What is not
+"epd", metadata{param}}, BadRequest where a field is at fault and, where a retry
+makes sense, RetryInfo. What is not
 an EpdError is ours: INTERNAL, without its text (it may hold a prompt).
 """
 
@@ -40,6 +41,10 @@ def to_status(error: EpdError) -> tuple[grpc.StatusCode, str, Metadata]:
         info.metadata["param"] = error.param
     status = status_pb2.Status(code=code.value[0], message=message)
     status.details.add().Pack(info)
+    if error.param and code is grpc.StatusCode.INVALID_ARGUMENT:
+        bad = error_details_pb2.BadRequest()
+        bad.field_violations.add(field=error.param, description=message)
+        status.details.add().Pack(bad)
     if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 import grpc.aio
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 
 from epd.errors import TABLE, EpdError, ErrorKind
 from epd.rpc.status import from_rpc_error, internal, to_status
@@ -28,6 +29,14 @@ def test_kind_message_param_and_retry_survive(kind: ErrorKind) -> None:
         "messages[1]",
         1.5,
     )
+
+
+def test_a_bad_field_is_a_bad_request() -> None:
+    _, _, metadata = to_status(EpdError(ErrorKind.INVALID_IMAGE, "no image", param="a[1].b"))
+    status = status_pb2.Status.FromString(dict(metadata)["grpc-status-details-bin"])  # type: ignore[arg-type]
+    bad = error_details_pb2.BadRequest()
+    assert status.details[1].Unpack(bad)
+    assert [(v.field, v.description) for v in bad.field_violations] == [("a[1].b", "no image")]
 
 
 def test_absent_param_and_retry_stay_absent() -> None:

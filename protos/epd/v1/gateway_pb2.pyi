@@ -34,6 +34,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """The one who asks."""
     ROLE_ASSISTANT: _Role.ValueType  # 3
     """The model's earlier answers."""
+    ROLE_TOOL: _Role.ValueType  # 4
+    """What a tool gave back; answers a call of an assistant's message before."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """Who speaks; the chat template needs to know."""
@@ -46,7 +48,37 @@ ROLE_USER: Role.ValueType  # 2
 """The one who asks."""
 ROLE_ASSISTANT: Role.ValueType  # 3
 """The model's earlier answers."""
+ROLE_TOOL: Role.ValueType  # 4
+"""What a tool gave back; answers a call of an assistant's message before."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
+
+class _ToolChoiceMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolChoiceModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolChoiceMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_CHOICE_MODE_UNSPECIFIED: _ToolChoiceMode.ValueType  # 0
+    """As AUTO."""
+    TOOL_CHOICE_MODE_AUTO: _ToolChoiceMode.ValueType  # 1
+    """It decides."""
+    TOOL_CHOICE_MODE_NONE: _ToolChoiceMode.ValueType  # 2
+    """Tools aren't shown to it."""
+    TOOL_CHOICE_MODE_REQUIRED: _ToolChoiceMode.ValueType  # 3
+    """It must call at least one; by grammar."""
+
+class ToolChoiceMode(_ToolChoiceMode, metaclass=_ToolChoiceModeEnumTypeWrapper):
+    """How free the model is to call tools."""
+
+TOOL_CHOICE_MODE_UNSPECIFIED: ToolChoiceMode.ValueType  # 0
+"""As AUTO."""
+TOOL_CHOICE_MODE_AUTO: ToolChoiceMode.ValueType  # 1
+"""It decides."""
+TOOL_CHOICE_MODE_NONE: ToolChoiceMode.ValueType  # 2
+"""Tools aren't shown to it."""
+TOOL_CHOICE_MODE_REQUIRED: ToolChoiceMode.ValueType  # 3
+"""It must call at least one; by grammar."""
+Global___ToolChoiceMode: _TypeAlias = ToolChoiceMode  # noqa: Y015
 
 class _ImageDetail:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -78,10 +110,15 @@ class ChatRequest(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Must name a served model; empty means the only one."""
     client_request_id: _builtins.str
     """Echoed in logs beside our own id."""
+    parallel_tool_calls: _builtins.bool
+    """Whether forced calls may be several; unset: they may."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """Oldest first, at least one."""
@@ -90,6 +127,14 @@ class ChatRequest(_message.Message):
     def options(self) -> Global___GenerationOptions:
         """How to generate; may be left out."""
 
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """What the model may call. Refused where the checkpoint's template knows no tools."""
+
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Whether it may, must or must not call; unset: it may."""
+
     def __init__(
         self,
         *,
@@ -97,14 +142,293 @@ class ChatRequest(_message.Message):
         messages: _abc.Iterable[Global___Message] | None = ...,
         options: Global___GenerationOptions | None = ...,
         client_request_id: _builtins.str = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "options", b"options", "parallel_tool_calls", b"parallel_tool_calls", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_request_id", b"client_request_id", "messages", b"messages", "model", b"model", "options", b"options"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "client_request_id", b"client_request_id", "messages", b"messages", "model", b"model", "options", b"options", "parallel_tool_calls", b"parallel_tool_calls", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
+
+Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """A function that the model may call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """1 to 64 of a-z, A-Z, 0-9, '_', '.' and '-'; no name twice."""
+    description: _builtins.str
+    """Tells the model what it is good for."""
+    parameters: _builtins.str
+    """JSON Schema of the arguments, as JSON; empty: no arguments."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """As OpenAI's `tool_choice`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    FUNCTION_FIELD_NUMBER: _builtins.int
+    mode: Global___ToolChoiceMode.ValueType
+    """For all tools alike."""
+    function: _builtins.str
+    """This tool must be called; by grammar, so the arguments fit its schema."""
+    def __init__(
+        self,
+        *,
+        mode: Global___ToolChoiceMode.ValueType = ...,
+        function: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["function", b"function", "kind", b"kind", "mode", b"mode"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["function", b"function", "kind", b"kind", "mode", b"mode"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["mode", "function"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """A call that the model made, as it goes back into the conversation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Of ToolCallDelta; the tool's message names it."""
+    name: _builtins.str
+    """Which tool."""
+    arguments: _builtins.str
+    """A JSON object, as JSON; empty: {}."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
+class CompletionRequest(_message.Message):
+    """A prompt to go on with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Must name a served model; empty means the only one."""
+    text: _builtins.str
+    """UTF-8; special tokens written in it stay plain text."""
+    client_request_id: _builtins.str
+    """Echoed in logs beside our own id."""
+    @_builtins.property
+    def ids(self) -> Global___TokenIds:
+        """For who wants special tokens, or has tokenised already."""
+
+    @_builtins.property
+    def options(self) -> Global___GenerationOptions:
+        """How to generate; max_tokens is 16 where it is unset, as OpenAI's."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        text: _builtins.str = ...,
+        ids: Global___TokenIds | None = ...,
+        options: Global___GenerationOptions | None = ...,
+        client_request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "options", b"options", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_request_id", b"client_request_id", "ids", b"ids", "model", b"model", "options", b"options", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "ids"]  # noqa: Y015
+    _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
+
+Global___CompletionRequest: _TypeAlias = CompletionRequest  # noqa: Y015
+
+@_typing.final
+class TokenIds(_message.Message):
+    """A list that can stand in a oneof."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """In the vocabulary, at least one."""
+
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
+
+@_typing.final
+class TokenizeRequest(_message.Message):
+    """Either a prompt or a conversation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Must name a served model; empty means the only one."""
+    text: _builtins.str
+    """As CompletionRequest.text. With messages it is refused."""
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
+        """As ChatRequest.messages; images count as in a chat."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """As ChatRequest.tools: they are part of the prompt."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        text: _builtins.str | None = ...,
+        messages: _abc.Iterable[Global___Message] | None = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "messages", b"messages", "model", b"model", "text", b"text", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
+    _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__text) -> _WhichOneofReturnType__text | None: ...
+
+Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
+
+@_typing.final
+class TokenizeResponse(_message.Message):
+    """What a chat or completion with the same content would hold."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    IMAGE_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_CONTEXT_FIELD_NUMBER: _builtins.int
+    image_tokens: _builtins.int
+    """Of ids those that stand for images."""
+    max_context: _builtins.int
+    """As ModelInfo.max_context: what is left, the client can tell."""
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Image placeholders expanded."""
+
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+        image_tokens: _builtins.int = ...,
+        max_context: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "image_tokens", b"image_tokens", "max_context", b"max_context"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
+
+@_typing.final
+class DetokenizeRequest(_message.Message):
+    """Ids of which the text is wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """In the vocabulary, at least one."""
+
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetokenizeRequest: _TypeAlias = DetokenizeRequest  # noqa: Y015
+
+@_typing.final
+class DetokenizeResponse(_message.Message):
+    """Special tokens are in it as they are written."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """UTF-8; what is no whole character is U+FFFD."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetokenizeResponse: _TypeAlias = DetokenizeResponse  # noqa: Y015
 
 @_typing.final
 class Message(_message.Message):
@@ -114,21 +438,31 @@ class Message(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Must be set."""
+    tool_call_id: _builtins.str
+    """Of a tool's message: which call it answers."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
         """In order: each image sits where its part is."""
+
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Of an assistant's message: what it called."""
 
     def __init__(
         self,
         *,
         role: Global___Role.ValueType = ...,
         parts: _abc.Iterable[Global___ContentPart] | None = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -136,17 +470,20 @@ Global___Message: _TypeAlias = Message  # noqa: Y015
 
 @_typing.final
 class ContentPart(_message.Message):
-    """A piece of a message. One of the two kinds must be set."""
+    """A piece of a message. One of the kinds must be set."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
+    IMAGE_URL_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """UTF-8; special tokens written in it stay plain text."""
     image: _builtins.bytes
     """Encoded file (PNG, JPEG, WebP, GIF, BMP, TIFF), not pixels."""
+    image_url: _builtins.str
+    """A data: URL, or a web address where fetch.mode allows it."""
     detail: Global___ImageDetail.ValueType
     """How much of the image matters; without a meaning for text."""
     def __init__(
@@ -154,13 +491,14 @@ class ContentPart(_message.Message):
         *,
         text: _builtins.str = ...,
         image: _builtins.bytes = ...,
+        image_url: _builtins.str = ...,
         detail: Global___ImageDetail.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "kind", b"kind", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "image_url", b"image_url", "kind", b"kind", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "image", b"image", "kind", b"kind", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "image", b"image", "image_url", b"image_url", "kind", b"kind", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["text", "image"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["text", "image", "image_url"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -442,6 +780,8 @@ class ChatDelta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Whole characters only; may be empty while a character is incomplete."""
     choice: _builtins.int
@@ -450,20 +790,94 @@ class ChatDelta(_message.Message):
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Token]:
         """The tokens whose text this delta completes."""
 
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """More of the calls that the model makes; their tokens are in `tokens` too."""
+
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenText]:
+        """Of `tokens`, in the same order; only where logprobs were asked for."""
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         tokens: _abc.Iterable[_common_pb2.Token] | None = ...,
         choice: _builtins.int = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+        texts: _abc.Iterable[Global___TokenText] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "text", b"text", "texts", b"texts", "tokens", b"tokens", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatDelta: _TypeAlias = ChatDelta  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """Some more of one call. The first of a call has its id and name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which of this answer's calls, from 0."""
+    id: _builtins.str
+    """For the message that will answer it; drawn by the gateway."""
+    name: _builtins.str
+    """Which tool."""
+    arguments: _builtins.str
+    """A piece of the JSON object, to be appended."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
+
+@_typing.final
+class TokenText(_message.Message):
+    """What one token stands for, which ids don't say to who has no tokenizer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RAW_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    raw: _builtins.bytes
+    """Bytes of it that are in the text; maybe a part of a character, empty for special
+    tokens.
+    """
+    @_builtins.property
+    def top(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of Token.top, in the same order."""
+
+    def __init__(
+        self,
+        *,
+        raw: _builtins.bytes = ...,
+        top: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["raw", b"raw", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenText: _TypeAlias = TokenText  # noqa: Y015
 
 @_typing.final
 class ChoiceFinished(_message.Message):
@@ -473,19 +887,23 @@ class ChoiceFinished(_message.Message):
 
     CHOICE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """Which of the n answers, from 0."""
     reason: _common_pb2.FinishReason.ValueType
     """Why this answer ended."""
+    tool_calls: _builtins.bool
+    """It ended with tool calls; over HTTP its reason is then "tool_calls"."""
     def __init__(
         self,
         *,
         choice: _builtins.int = ...,
         reason: _common_pb2.FinishReason.ValueType = ...,
+        tool_calls: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "reason", b"reason", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -500,8 +918,11 @@ class ChatFinished(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     """Of choice 0; the others' came in their ChoiceFinished."""
+    tool_calls: _builtins.bool
+    """Choice 0 ended with tool calls."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """What it cost, all choices together."""
@@ -516,10 +937,11 @@ class ChatFinished(_message.Message):
         reason: _common_pb2.FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
         timeline: Global___Timeline | None = ...,
+        tool_calls: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeline", b"timeline", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "timeline", b"timeline", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "timeline", b"timeline", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class GatewayStub:
-    """The public API for clients of vision-language models. Chat is the same as over
-    HTTP; tools, image URLs and the older routes are HTTP's alone.
+    """The public API for clients of vision-language models: what the HTTP API has, with the
+    same checks and limits. The first metadata of an answer holds x-request-id, ours.
     """
 
     def __init__(self, channel):
@@ -41,6 +41,21 @@ class GatewayStub:
                 request_serializer=protos_dot_epd_dot_v1_dot_gateway__pb2.ChatRequest.SerializeToString,
                 response_deserializer=protos_dot_epd_dot_v1_dot_gateway__pb2.ChatEvent.FromString,
                 _registered_method=True)
+        self.Complete = channel.unary_stream(
+                '/epd.v1.Gateway/Complete',
+                request_serializer=protos_dot_epd_dot_v1_dot_gateway__pb2.CompletionRequest.SerializeToString,
+                response_deserializer=protos_dot_epd_dot_v1_dot_gateway__pb2.ChatEvent.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/epd.v1.Gateway/Tokenize',
+                request_serializer=protos_dot_epd_dot_v1_dot_gateway__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=protos_dot_epd_dot_v1_dot_gateway__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/epd.v1.Gateway/Detokenize',
+                request_serializer=protos_dot_epd_dot_v1_dot_gateway__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=protos_dot_epd_dot_v1_dot_gateway__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/epd.v1.Gateway/ListModels',
                 request_serializer=protos_dot_epd_dot_v1_dot_gateway__pb2.ListModelsRequest.SerializeToString,
@@ -49,12 +64,33 @@ class GatewayStub:
 
 
 class GatewayServicer:
-    """The public API for clients of vision-language models. Chat is the same as over
-    HTTP; tools, image URLs and the older routes are HTTP's alone.
+    """The public API for clients of vision-language models: what the HTTP API has, with the
+    same checks and limits. The first metadata of an answer holds x-request-id, ours.
     """
 
     def Chat(self, request, context):
         """One answer, as it is generated. The call's deadline is the request's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Complete(self, request, context):
+        """As Chat, for a prompt that goes in as it is, without a chat template.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Ids of a prompt or of messages, as the model would get them; touches no stage.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Text of ids; touches no stage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,6 +111,21 @@ def add_GatewayServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_epd_dot_v1_dot_gateway__pb2.ChatRequest.FromString,
                     response_serializer=protos_dot_epd_dot_v1_dot_gateway__pb2.ChatEvent.SerializeToString,
             ),
+            'Complete': grpc.unary_stream_rpc_method_handler(
+                    servicer.Complete,
+                    request_deserializer=protos_dot_epd_dot_v1_dot_gateway__pb2.CompletionRequest.FromString,
+                    response_serializer=protos_dot_epd_dot_v1_dot_gateway__pb2.ChatEvent.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=protos_dot_epd_dot_v1_dot_gateway__pb2.TokenizeRequest.FromString,
+                    response_serializer=protos_dot_epd_dot_v1_dot_gateway__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=protos_dot_epd_dot_v1_dot_gateway__pb2.DetokenizeRequest.FromString,
+                    response_serializer=protos_dot_epd_dot_v1_dot_gateway__pb2.DetokenizeResponse.SerializeToString,
+            ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
                     request_deserializer=protos_dot_epd_dot_v1_dot_gateway__pb2.ListModelsRequest.FromString,
@@ -89,8 +140,8 @@ def add_GatewayServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Gateway:
-    """The public API for clients of vision-language models. Chat is the same as over
-    HTTP; tools, image URLs and the older routes are HTTP's alone.
+    """The public API for clients of vision-language models: what the HTTP API has, with the
+    same checks and limits. The first metadata of an answer holds x-request-id, ours.
     """
 
     @staticmethod
@@ -110,6 +161,87 @@ class Gateway:
             '/epd.v1.Gateway/Chat',
             protos_dot_epd_dot_v1_dot_gateway__pb2.ChatRequest.SerializeToString,
             protos_dot_epd_dot_v1_dot_gateway__pb2.ChatEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Complete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/epd.v1.Gateway/Complete',
+            protos_dot_epd_dot_v1_dot_gateway__pb2.CompletionRequest.SerializeToString,
+            protos_dot_epd_dot_v1_dot_gateway__pb2.ChatEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/epd.v1.Gateway/Tokenize',
+            protos_dot_epd_dot_v1_dot_gateway__pb2.TokenizeRequest.SerializeToString,
+            protos_dot_epd_dot_v1_dot_gateway__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/epd.v1.Gateway/Detokenize',
+            protos_dot_epd_dot_v1_dot_gateway__pb2.DetokenizeRequest.SerializeToString,
+            protos_dot_epd_dot_v1_dot_gateway__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GatewayStub:
-    """The public API for clients of vision-language models. Chat is the same as over
-    HTTP; tools, image URLs and the older routes are HTTP's alone.
+    """The public API for clients of vision-language models: what the HTTP API has, with the
+    same checks and limits. The first metadata of an answer holds x-request-id, ours.
     """
 
     @_typing.overload
@@ -37,24 +37,36 @@ class GatewayStub:
     def __new__(cls, channel: _aio.Channel) -> GatewayAsyncStub: ...
     Chat: _grpc.UnaryStreamMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatEvent]
     """One answer, as it is generated. The call's deadline is the request's."""
+    Complete: _grpc.UnaryStreamMultiCallable[_gateway_pb2.CompletionRequest, _gateway_pb2.ChatEvent]
+    """As Chat, for a prompt that goes in as it is, without a chat template."""
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.TokenizeRequest, _gateway_pb2.TokenizeResponse]
+    """Ids of a prompt or of messages, as the model would get them; touches no stage."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DetokenizeRequest, _gateway_pb2.DetokenizeResponse]
+    """Text of ids; touches no stage."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]
     """What this gateway serves."""
 
 @_typing.type_check_only
 class GatewayAsyncStub(GatewayStub):
-    """The public API for clients of vision-language models. Chat is the same as over
-    HTTP; tools, image URLs and the older routes are HTTP's alone.
+    """The public API for clients of vision-language models: what the HTTP API has, with the
+    same checks and limits. The first metadata of an answer holds x-request-id, ours.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Chat: _aio.UnaryStreamMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatEvent]  # type: ignore[assignment]
     """One answer, as it is generated. The call's deadline is the request's."""
+    Complete: _aio.UnaryStreamMultiCallable[_gateway_pb2.CompletionRequest, _gateway_pb2.ChatEvent]  # type: ignore[assignment]
+    """As Chat, for a prompt that goes in as it is, without a chat template."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_gateway_pb2.TokenizeRequest, _gateway_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """Ids of a prompt or of messages, as the model would get them; touches no stage."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DetokenizeRequest, _gateway_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """Text of ids; touches no stage."""
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]  # type: ignore[assignment]
     """What this gateway serves."""
 
 class GatewayServicer(metaclass=_abc_1.ABCMeta):
-    """The public API for clients of vision-language models. Chat is the same as over
-    HTTP; tools, image URLs and the older routes are HTTP's alone.
+    """The public API for clients of vision-language models: what the HTTP API has, with the
+    same checks and limits. The first metadata of an answer holds x-request-id, ours.
     """
 
     @_abc_1.abstractmethod
@@ -64,6 +76,30 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.ChatEvent], _abc.AsyncIterator[_gateway_pb2.ChatEvent]]:
         """One answer, as it is generated. The call's deadline is the request's."""
+
+    @_abc_1.abstractmethod
+    def Complete(
+        self,
+        request: _gateway_pb2.CompletionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_gateway_pb2.ChatEvent], _abc.AsyncIterator[_gateway_pb2.ChatEvent]]:
+        """As Chat, for a prompt that goes in as it is, without a chat template."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _gateway_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.TokenizeResponse, _abc.Awaitable[_gateway_pb2.TokenizeResponse]]:
+        """Ids of a prompt or of messages, as the model would get them; touches no stage."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _gateway_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.DetokenizeResponse, _abc.Awaitable[_gateway_pb2.DetokenizeResponse]]:
+        """Text of ids; touches no stage."""
 
     @_abc_1.abstractmethod
     def ListModels(

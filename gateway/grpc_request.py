@@ -1,0 +1,224 @@
+"""Requests of the public gRPC API, as the checks of the HTTP API take them.
+
+Fields are named in errors as the proto names them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import orjson
+
+from epd.config import LimitsConfig
+from epd.errors import EpdError, invalid
+from epd.jobs import SamplingParams
+from epd.text.messages import ChatMessage, ImagePart, TextPart, ToolCall
+from gateway.completions import DEFAULT_MAX_TOKENS, read_prompt
+from gateway.content import Conversation, ImageSource, check_arguments, conversation
+from gateway.fields import Fields
+from gateway.schema import ChatCall, Generation, read_generation, with_tools
+from gateway.tools import ToolUse, read_tools
+from protos.epd.v1 import gateway_pb2 as pb
+
+_Option = Literal[
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "n",
+    "guided_json",
+    "guided_regex",
+]
+_OPTIONAL: tuple[_Option, ...] = get_args(_Option)
+_ROLES = {
+    pb.ROLE_SYSTEM: "system",
+    pb.ROLE_USER: "user",
+    pb.ROLE_ASSISTANT: "assistant",
+    pb.ROLE_TOOL: "tool",
+}
+_MODES = {
+    pb.TOOL_CHOICE_MODE_UNSPECIFIED: "auto",
+    pb.TOOL_CHOICE_MODE_AUTO: "auto",
+    pb.TOOL_CHOICE_MODE_NONE: "none",
+    pb.TOOL_CHOICE_MODE_REQUIRED: "required",
+}
+_FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.function(\.name$)?")
+
+
+def chat_call(request: pb.ChatRequest, limits: LimitsConfig, vocab_size: int) -> ChatCall:
+    """Raises EpdError naming the field as the proto calls it."""
+    generation = _generation(request.options, limits, vocab_size)
+    tools = _tools(request.tools, limits, _choice(request))
+    if tools is not None:
+        generation = with_tools(generation, tools)
+    said = read_conversation(request.messages, limits)
+    return ChatCall(request.model, said, generation, stream=True, tools=tools)
+
+
+def completion_call(
+    request: pb.CompletionRequest, limits: LimitsConfig, vocab_size: int
+) -> ChatCall:
+    """Raises EpdError naming the field as the proto calls it."""
+    generation = _generation(request.options, limits, vocab_size)
+    if generation.max_tokens is None:
+        generation = replace(generation, max_tokens=DEFAULT_MAX_TOKENS)
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise invalid("text: is missing, and so are ids", "text")
+    name = "text" if kind == "text" else "ids.ids"
+    value: Any = request.text if kind == "text" else list(request.ids.ids)
+    prompt = read_prompt(Fields({name: value}, ""), name, vocab_size)
+    said = Conversation((), ())
+    return ChatCall(request.model, said, generation, stream=True, prompt=prompt)
+
+
+def tokenize_call(request: pb.TokenizeRequest, limits: LimitsConfig, vocab_size: int) -> ChatCall:
+    """Raises EpdError naming the field as the proto calls it."""
+    generation = Generation(SamplingParams(), 1, None, ())
+    if not request.HasField("text"):
+        tools = _tools(request.tools, limits, {})
+        said = read_conversation(request.messages, limits)
+        return ChatCall(request.model, said, generation, tools=tools)
+    if request.messages or request.tools:
+        raise invalid("text: can't be used together with messages or tools", "text")
+    prompt = read_prompt(Fields({"text": request.text}, ""), "text", vocab_size)
+    return ChatCall(request.model, Conversation((), ()), generation, prompt=prompt)
+
+
+def _generation(options: pb.GenerationOptions, limits: LimitsConfig, vocab_size: int) -> Generation:
+    fields = Fields(_options(options), "options")
+    generation = read_generation(fields, limits, vocab_size)
+    fields.done()
+    return generation
+
+
+def _options(options: pb.GenerationOptions) -> dict[str, Any]:
+    """As JSON would hold them, so that one set of checks serves both."""
+    found: dict[str, Any] = {
+        name: getattr(options, name) for name in _OPTIONAL if options.HasField(name)
+    }
+    return {
+        **found,
+        "logit_bias": {str(key): value for key, value in options.logit_bias.items()},
+        "stop_token_ids": list(options.stop_token_ids),
+        "stop": list(options.stop),
+        "ignore_eos": options.ignore_eos,
+        "logprobs": options.logprobs,
+        "top_logprobs": options.top_logprobs,
+        "response_format": {"type": "json_object"} if options.json_object else None,
+        "guided_choice": list(options.guided_choice) or None,
+    }
+
+
+# --- tools -------------------------------------------------------------------------------
+
+
+def _choice(request: pb.ChatRequest) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    choice = request.tool_choice
+    if choice.HasField("function"):
+        found["tool_choice"] = {"type": "function", "function": {"name": choice.function}}
+    elif choice.HasField("mode"):
+        if choice.mode not in _MODES:
+            raise invalid(f"tool_choice.mode: {choice.mode} is unknown", "tool_choice.mode")
+        found["tool_choice"] = _MODES[choice.mode]
+    if request.HasField("parallel_tool_calls"):
+        found["parallel_tool_calls"] = request.parallel_tool_calls
+    return found
+
+
+def _tools(
+    tools: Sequence[pb.Tool], limits: LimitsConfig, choice: dict[str, Any]
+) -> ToolUse | None:
+    shown = [_tool(tool, f"tools[{i}].parameters") for i, tool in enumerate(tools)]
+    fields = Fields({"tools": shown, **choice}, "")
+    try:
+        return read_tools(fields, limits)
+    except EpdError as error:
+        old = error.param or ""
+        new = _FUNCTION.sub(_named_back, old)
+        raise invalid(error.message.replace(old, new) if old else error.message, new) from error
+
+
+def _named_back(found: re.Match[str]) -> str:
+    if found[1] == "tool_choice":
+        return "tool_choice.function"
+    return found[1] + (found[2] or "")
+
+
+def _tool(tool: pb.Tool, param: str) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+    if tool.parameters:
+        try:
+            function["parameters"] = orjson.loads(tool.parameters)
+        except orjson.JSONDecodeError as error:
+            raise invalid(f"{param}: is no JSON: {error}", param) from error
+    return {"type": "function", "function": function}
+
+
+# --- messages ----------------------------------------------------------------------------
+
+
+def read_conversation(messages: Sequence[pb.Message], limits: LimitsConfig) -> Conversation:
+    """Raises EpdError naming the message and the part at fault."""
+    if len(messages) > limits.max_messages:
+        raise invalid(f"messages: more than {limits.max_messages}", "messages")
+    images: list[ImageSource] = []
+    calls: set[str] = set()
+    found = [_message(item, f"messages[{i}]", images, calls) for i, item in enumerate(messages)]
+    return conversation(found, images, limits)
+
+
+def _message(
+    message: pb.Message, path: str, images: list[ImageSource], known: set[str]
+) -> ChatMessage:
+    """`known`: ids of the calls in the messages before."""
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise invalid(f"{path}.role: is missing or unknown", f"{path}.role")
+    if message.tool_calls and role != "assistant":
+        raise invalid(f"{path}.tool_calls: belong to an assistant", f"{path}.tool_calls")
+    if bool(message.tool_call_id) != (role == "tool"):
+        reason = "is missing" if role == "tool" else "belongs to a tool's message"
+        raise invalid(f"{path}.tool_call_id: {reason}", f"{path}.tool_call_id")
+    if role == "tool" and message.tool_call_id not in known:
+        reason = "no message before has a call of this id"
+        raise invalid(f"{path}.tool_call_id: {reason}", f"{path}.tool_call_id")
+    calls = tuple(
+        _call(call, f"{path}.tool_calls[{j}]", known) for j, call in enumerate(message.tool_calls)
+    )
+    parts = (_part(part, f"{path}.parts[{j}]", images) for j, part in enumerate(message.parts))
+    return ChatMessage(role, tuple(parts), calls)
+
+
+def _call(call: pb.ToolCall, path: str, known: set[str]) -> ToolCall:
+    for name in ("id", "name"):
+        if not getattr(call, name):
+            raise invalid(f"{path}.{name}: is missing", f"{path}.{name}")
+    known.add(call.id)
+    arguments = call.arguments or "{}"
+    check_arguments(arguments, f"{path}.arguments")
+    return ToolCall(call.name, arguments)
+
+
+def _part(part: pb.ContentPart, path: str, images: list[ImageSource]) -> TextPart | ImagePart:
+    kind = part.WhichOneof("kind")
+    if kind is None:
+        raise invalid(f"{path}: neither text nor image", path)
+    if kind == "text":
+        return TextPart(part.text)
+    if part.detail not in pb.ImageDetail.values():
+        raise invalid(f"{path}.detail: {part.detail} is unknown", f"{path}.detail")
+    low = part.detail == pb.IMAGE_DETAIL_LOW
+    value = part.image if kind == "image" else part.image_url
+    images.append(ImageSource(value, f"{path}.{kind}", low_detail=low))
+    return ImagePart(len(images) - 1)
