@@ -14,7 +14,8 @@ random order, so that drift of the machine and other work on it hit all alike.
 - *prefill*, *encode*: a chunk of `--chunk` tokens, a picture of 448 x 448. Their ratio
   is their own floating-point operations a second to the GEMM's.
 
-`--off` measures the same again without the compiled kernels. Times are wall-clock; with
+`--off` measures the same again without the compiled kernels, `--int8` with int8 weights
+and a floor of as many bytes as those have. Times are wall-clock; with
 one thread the CPU time is given too, which other work on the machine disturbs less.
 """
 
@@ -27,6 +28,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +45,7 @@ from epd.models.kernels.linear import LinearKernel
 from epd.models.kernels.memory import huge_pages
 from epd.models.lm import ForwardBatch, LanguageModel, SequenceSlice
 from epd.models.processor import PreparedImage, Processor
+from epd.models.quantize import GROUP
 
 BATCHES = (1, 4, 8, 16)
 SIDE = 448
@@ -55,6 +58,8 @@ class Case:
     name: str
     run: Callable[[], object]
     flops: float = 0.0
+    base: Case | None = None
+    """What its ratio is to; None: itself."""
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
 
@@ -68,19 +73,23 @@ class Case:
 def main() -> None:
     args = _arguments()
     lm = LanguageModel.load(args.checkpoint, threads=args.threads)
-    cases = [_floor(lm, args.threads), _gemm(lm), *_language(lm, args, "")]
+    floor, gemm = _floor(lm, args.threads), _gemm(lm)
+    cases = [floor, gemm, *_language(lm, args, "", floor, gemm)]
     if args.off:
         plain = LanguageModel.load(args.checkpoint, threads=args.threads, kernels="off")
-        cases += _language(plain, args, ", kernels off")
-        cases.append(_encode(args, "off"))
-    cases.append(_encode(args, "auto"))
+        cases += [*_language(plain, args, ", kernels off", floor, gemm), _encode(args, "off", gemm)]
+    if args.int8:
+        small = LanguageModel.load(args.checkpoint, threads=args.threads, quantize="int8")
+        least = _floor(small, args.threads)
+        cases += [least, *_language(small, args, ", int8", least, gemm)]
+    cases.append(_encode(args, "auto", gemm))
     for case in cases:
         case.run()
     for _ in range(args.rounds):
         for case in random.sample(cases, len(cases)):
             case.once()
     print(f"{lm.numerics_id}; {args.rounds} rounds; context {args.context}\n")
-    rows = [_row(case, cases[0], cases[1], args.threads) for case in cases]
+    rows = [_row(case, args.threads) for case in cases]
     _print(rows)
     if args.json:
         args.json.write_text(json.dumps({"numerics": lm.numerics_id, "rows": rows}, indent=1))
@@ -96,6 +105,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--off", action="store_true")
+    parser.add_argument("--int8", action="store_true")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -106,7 +116,9 @@ def _linears(lm: LanguageModel) -> list[nn.Linear]:
 
 def _floor(lm: LanguageModel, threads: int) -> Case:
     itemsize = getattr(torch, lm.spec.dtype).itemsize
-    nbytes = sum(linear.in_features * linear.out_features for linear in _linears(lm)) * itemsize
+    each = itemsize if lm.quantize == "off" else 1 + itemsize / GROUP  # a scale for each group
+    weights = sum(linear.in_features * linear.out_features for linear in _linears(lm))
+    nbytes = int(weights * each)
     memory = huge_pages(nbytes // 64 * 64).fill_(1)
     library = build.load()
     name = f"floor: read {nbytes / 2**20:.0f} MiB"
@@ -122,16 +134,18 @@ def _gemm(lm: LanguageModel) -> Case:
     return Case("GEMM 1536", lambda: a @ b, 2 * 1536**3)
 
 
-def _language(lm: LanguageModel, args: argparse.Namespace, suffix: str) -> list[Case]:
+def _language(
+    lm: LanguageModel, args: argparse.Namespace, suffix: str, floor: Case, gemm: Case
+) -> list[Case]:
     tokens = max(BATCHES) * (args.context + 32) + args.chunk + 32
     pool = KvPool(lm.kv_layout, lm.kv_layout.blocks_for(tokens))
     cases = []
     for count in BATCHES:
         batch = _decode_batch(lm, count, args.context)
-        cases.append(Case(f"decode {count}{suffix}", lambda batch=batch: lm.forward(batch, pool)))
-    chunk = _chunk(lm, args.chunk)
-    run = lambda: lm.forward(chunk, pool)  # noqa: E731
-    return [*cases, Case(f"prefill {args.chunk}{suffix}", run, _prefill_flops(lm, args.chunk))]
+        run = partial(lm.forward, batch, pool)
+        cases.append(Case(f"decode {count}{suffix}", run, base=floor))
+    run, flops = partial(lm.forward, _chunk(lm, args.chunk), pool), _prefill_flops(lm, args.chunk)
+    return [*cases, Case(f"prefill {args.chunk}{suffix}", run, flops, gemm)]
 
 
 def _decode_batch(lm: LanguageModel, count: int, context: int) -> ForwardBatch:
@@ -160,13 +174,13 @@ def _prefill_flops(lm: LanguageModel, n: int) -> float:
     return float(linear + attention)
 
 
-def _encode(args: argparse.Namespace, kernels: Literal["auto", "off"]) -> Case:
+def _encode(args: argparse.Namespace, kernels: Literal["auto", "off"], gemm: Case) -> Case:
     encoder = VisionEncoder.load(args.checkpoint, threads=args.threads, kernels=kernels)
     noise = torch.randint(0, 256, (SIDE, SIDE, 3), dtype=torch.uint8).numpy()
     image = Processor.load(args.checkpoint).prepare(Image.fromarray(noise), 1)
     suffix = "" if kernels == "auto" else ", kernels off"
     flops = _encode_flops(args, image)
-    return Case(f"encode {SIDE} x {SIDE}{suffix}", lambda: encoder.encode([image]), flops)
+    return Case(f"encode {SIDE} x {SIDE}{suffix}", lambda: encoder.encode([image]), flops, gemm)
 
 
 def _encode_flops(args: argparse.Namespace, image: PreparedImage) -> float:
@@ -177,17 +191,18 @@ def _encode_flops(args: argparse.Namespace, image: PreparedImage) -> float:
     return float(counter.get_total_flops())
 
 
-def _row(case: Case, floor: Case, gemm: Case, threads: int) -> dict[str, Any]:
+def _row(case: Case, threads: int) -> dict[str, Any]:
+    base = case.base or case
     median, least = statistics.median(case.wall), min(case.wall)
     row: dict[str, Any] = {"case": case.name, "median ms": median * 1e3, "min ms": least * 1e3}
     if threads == 1:
         row["CPU median ms"] = statistics.median(case.cpu) * 1e3
         row["CPU min ms"] = min(case.cpu) * 1e3
     for how in ("wall", "cpu") if threads == 1 else ("wall",):
-        own, base = (getattr(c, how) for c in (case, gemm if case.flops else floor))
+        own, other = getattr(case, how), getattr(base, how)
         for name, pick in (("median", statistics.median), ("min", min)):
-            ratio = pick(own) / pick(base)
-            ratio = case.flops / gemm.flops / ratio if case.flops else ratio
+            ratio = pick(own) / pick(other)
+            ratio = case.flops / base.flops / ratio if case.flops else ratio
             row[f"ratio of {how} {name}s"] = ratio
     row["Gflop/s or GB/s"] = case.flops / least / 1e9 if case.flops else 0.0
     return row

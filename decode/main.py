@@ -32,6 +32,7 @@ async def serve(config: Config) -> None:
         threads=model.threads,
         block_tokens=config.kv.block_tokens,
         kernels=model.kernels,
+        quantize=model.quantize_in(DecodeWorker.stage),
     )
     memory = OwnedMemory(config, lm.spec.fingerprint, max_quarantined=0)
     pool_tokens = num_blocks(config) * config.kv.block_tokens

@@ -11,9 +11,16 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from epd.cpus import parse_cpus
 from epd.errors import invalid
@@ -56,6 +63,24 @@ class ModelConfig(_Section):
     kernels: Literal["auto", "off"] = "auto"
     """"auto": compiled kernels where the CPU has AVX512_BF16, a compiler is there and the
     model is bfloat16. "off": torch only. See docs/kernels.md."""
+    quantize: Literal["off", "int8", "int8-decode"] = "off"
+    """Weights of the language model's linear layers, on CPUs. "int8": in prefill and
+    decode. "int8-decode": in decode only, which then reads keys and values that prefill
+    computed with plain weights; without it the two refuse each other. docs/kernels.md."""
+
+    def quantize_in(self, stage: str) -> Literal["off", "int8", "int8-decode"]:
+        """What `quantize` means for one stage's language model."""
+        alone = self.quantize == "int8-decode" and stage != "decode"
+        return "off" if alone else self.quantize
+
+    @model_validator(mode="after")
+    def _exact_is_one_arithmetic(self) -> Self:
+        if self.exact and self.quantize == "int8-decode":
+            raise ValueError(
+                "exact promises the same bits from prefill and decode; int8-decode computes "
+                "them with other weights: choose int8"
+            )
+        return self
 
 
 class KvConfig(_Section):

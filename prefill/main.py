@@ -32,6 +32,7 @@ async def serve(config: Config) -> None:
         threads=model.threads,
         block_tokens=config.kv.block_tokens,
         kernels=model.kernels,
+        quantize=model.quantize_in(PrefillWorker.stage),
     )
     pool_bytes = num_blocks(config) * lm.kv_layout.block_bytes
     memory = OwnedMemory(config, lm.spec.fingerprint, pool_bytes // 2)

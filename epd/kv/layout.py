@@ -39,6 +39,9 @@ class KvLayout:
     block_tokens: int
     dtype: str
     layers: tuple[LayerShape, ...]
+    weights: str = ""
+    """What the language model's weights were rounded to ("int8"), where they were: such
+    keys and values are other numbers. Part of the name, so they never meet the others."""
 
     def __post_init__(self) -> None:
         assert self.block_tokens > 0
@@ -47,7 +50,7 @@ class KvLayout:
 
     @property
     def name(self) -> str:
-        return LAYOUT_NAME
+        return f"{LAYOUT_NAME}+{self.weights}" if self.weights else LAYOUT_NAME
 
     @property
     def item_bytes(self) -> int:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from epd.models.kernels.linear import PackedLinear
+from epd.models.quantize import Int8Linear
 
 ROW_TILE: Final = 16
 """Rows of every matrix product; forwards are padded to a multiple of it."""
@@ -42,11 +43,13 @@ _TAYLOR: Final = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
 def make_row_invariant(model: nn.Module) -> None:
     """Let every `nn.Linear` of `model` run on tiles of `ROW_TILE` rows, in place.
 
-    Call it when the weights are on their device. Layers that run on packed weights stay
-    as they are: they are row-invariant (`epd.models.kernels.linear`).
+    Call it when the weights are on their device. Layers that run on packed or int8
+    weights stay as they are: they are row-invariant (`epd.models.kernels.linear`), or
+    were given the same tiles (`epd.models.quantize`).
     """
     for module in model.modules():
-        if isinstance(module, nn.Linear) and not isinstance(module.forward, PackedLinear):
+        done = isinstance(module.forward, (PackedLinear, Int8Linear))
+        if isinstance(module, nn.Linear) and not done:
             module.forward = _TiledLinear(module)  # type: ignore[method-assign,assignment]
 
 

@@ -33,11 +33,14 @@ from epd.models.kernels import build
 from epd.models.kernels.attention import AttentionKernel
 from epd.models.kernels.build import Library
 from epd.models.kernels.layer import fuse_layers
-from epd.models.kernels.linear import LinearKernel, pack_linears
+from epd.models.kernels.linear import Int8Kernel, LinearKernel, pack_linears
 from epd.models.kernels.memory import keep_freed_memory
+from epd.models.quantize import NAME, quantize_linears
 from epd.models.spec import ModelSpec
 
 __all__ = ["ForwardBatch", "LanguageModel", "SequenceSlice"]
+
+Quantize = Literal["off", "int8", "int8-decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +79,32 @@ class LanguageModel:
         exact: bool,
         block_tokens: int,
         kernels: Library | None = None,
+        quantize: Quantize = "off",
     ) -> None:
         self.model = model.to(device)
         self.spec = spec
         self.device = device
         self.exact = exact
-        self.kv_layout = _kv_layout(model.config.get_text_config(), spec.dtype, block_tokens)
+        self.quantize = quantize
+        text = model.config.get_text_config()
+        weights = NAME if quantize == "int8" else ""
+        self.kv_layout = _kv_layout(text, spec.dtype, block_tokens, weights)
         self._kernels = kernels
         self._attention: AttentionKernel | None = None
         if kernels is not None:
-            threads = torch.get_num_threads()
-            pack_linears(self.model, LinearKernel(kernels, threads))
-            self._attention = AttentionKernel(kernels, threads)
-            fuse_layers(self.model.get_decoder(), kernels, threads)
+            self._use(kernels)
+        elif quantize != "off":
+            quantize_linears(self.model, ROW_TILE if exact else None)
         if exact:
             make_row_invariant(self.model)
+
+    def _use(self, library: Library) -> None:
+        """Run on compiled kernels from now on."""
+        threads = torch.get_num_threads()
+        kernel = LinearKernel if self.quantize == "off" else Int8Kernel
+        pack_linears(self.model, kernel(library, threads))
+        self._attention = AttentionKernel(library, threads)
+        fuse_layers(self.model.get_decoder(), library, threads)
 
     @classmethod
     def load(
@@ -103,20 +117,25 @@ class LanguageModel:
         threads: int = 1,
         block_tokens: int = 32,
         kernels: Literal["auto", "off"] = "auto",
+        quantize: Quantize = "off",
     ) -> LanguageModel:
         """Load the language model's weights only; sets torch's threads for the process.
 
         `kernels`: "auto" uses the compiled ones (`epd.models.kernels`) where the model is
         bfloat16 on a CPU that has them; the first load on a machine compiles them.
+        `quantize`: int8 weights in the linear layers (`epd.models.quantize`), by a kernel
+        or by torch. "int8-decode" is the same, for blocks that plain weights filled.
 
         Raises:
             EpdError: the checkpoint can't be served; the message says why.
         """
+        place = torch.device(device)
+        if quantize != "off" and place.type != "cpu":
+            raise invalid(f"{quantize} runs on CPUs, not on {place.type}", "model.quantize")
         torch.set_num_threads(threads)
         keep_freed_memory()
         spec = read_spec(path, dtype)
         model = load_part(path, "lm", spec.dtype, attn=attention.NAME)
-        place = torch.device(device)
         fits = kernels == "auto" and place.type == "cpu" and spec.dtype == "bfloat16"
         return cls(
             model,
@@ -125,6 +144,7 @@ class LanguageModel:
             exact=exact,
             block_tokens=block_tokens,
             kernels=build.load() if fits else None,
+            quantize=quantize,
         )
 
     @property
@@ -133,6 +153,8 @@ class LanguageModel:
         kernel = "exact/1" if self.exact else "sdpa/1"
         if self._kernels is not None:
             kernel += f"+kernels/{self._kernels.id}"
+        if self.quantize != "off":
+            kernel += f"+{NAME}"
         parts = [kernel, _isa(self.device), self.spec.dtype, f"threads={torch.get_num_threads()}"]
         return ";".join([*parts, f"torch={torch.__version__}"])
 
@@ -261,12 +283,12 @@ class LanguageModel:
         return full
 
 
-def _kv_layout(text_config: Any, dtype: str, block_tokens: int) -> KvLayout:
+def _kv_layout(text_config: Any, dtype: str, block_tokens: int, weights: str) -> KvLayout:
     heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
     dim = getattr(text_config, "head_dim", None)
     dim = dim or text_config.hidden_size // text_config.num_attention_heads
     layers = (LayerShape(heads, dim, dim),) * text_config.num_hidden_layers
-    return KvLayout(block_tokens=block_tokens, dtype=dtype, layers=layers)
+    return KvLayout(block_tokens, dtype, layers, weights)
 
 
 def _isa(device: torch.device) -> str:

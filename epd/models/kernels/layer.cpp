@@ -75,13 +75,15 @@ void add(const bf16* x, const bf16* y, int64_t n, bf16* out) {
 
 // A packed weight and its bias (or none).
 struct Packed {
-  const bf16 *weight, *bias;
+  const void* weight;
+  const bf16* bias;
 };
 
 struct Weights {
   Packed q, k, v, o, gate, up, down;
   const bf16 *input_norm, *inner_norm, *q_norm, *k_norm;  // the last two may be null
   int64_t hidden, inner, heads, groups, d, window;
+  Format format;
   float epsilon, scale;
 };
 
@@ -134,7 +136,7 @@ void epd_layer(const Weights* weights, const Step* step, int64_t rows, const bf1
       {w.q.weight, w.q.bias, qkv, q_size, wide},
       {w.k.weight, w.k.bias, qkv + q_size, k_size, wide},
       {w.v.weight, w.v.bias, qkv + q_size + k_size, k_size, wide}};
-  linear(normed, w.hidden, rows, w.hidden, projections, 3, threads);
+  linear(normed, w.hidden, rows, w.hidden, projections, 3, w.format, threads);
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 16)
   for (int64_t t = 0; t < rows; ++t) {
     prepare_heads(qkv + t * wide, w.q_norm, w.heads, w, cos + t * w.d, sin + t * w.d);
@@ -146,19 +148,19 @@ void epd_layer(const Weights* weights, const Step* step, int64_t rows, const bf1
   attention(*step, a, threads);
   memset(mixed + step->rows * q_size, 0, (rows - step->rows) * q_size * sizeof(bf16));
   const Linear output{w.o.weight, w.o.bias, normed, w.hidden, w.hidden};
-  linear(mixed, q_size, rows, q_size, &output, 1, threads);
+  linear(mixed, q_size, rows, q_size, &output, 1, w.format, threads);
   add_rows(x, normed, w, rows, y, threads);
 
   norm_rows(y, w.inner_norm, w, rows, normed, threads);
   bf16 *gate = normed + rows * w.hidden, *up = gate + rows * w.inner;
   const Linear both[] = {{w.gate.weight, w.gate.bias, gate, w.inner, w.inner},
                          {w.up.weight, w.up.bias, up, w.inner, w.inner}};
-  linear(normed, w.hidden, rows, w.hidden, both, 2, threads);
+  linear(normed, w.hidden, rows, w.hidden, both, 2, w.format, threads);
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1)
   for (int64_t t = 0; t < rows; ++t)
     gated(gate + t * w.inner, up + t * w.inner, w.inner, gate + t * w.inner);
   const Linear down{w.down.weight, w.down.bias, normed, w.hidden, w.hidden};
-  linear(gate, w.inner, rows, w.inner, &down, 1, threads);
+  linear(gate, w.inner, rows, w.inner, &down, 1, w.format, threads);
   add_rows(y, normed, w, rows, y, threads);
 }
 }

@@ -55,6 +55,7 @@ class _Weights(ctypes.Structure):
         ),
         *((name, c_void_p) for name in _NORMS.values()),
         *((name, c_int64) for name in ("hidden", "inner", "heads", "groups", "d", "window")),
+        ("format", c_int64),
         *((name, c_float) for name in ("epsilon", "scale")),
     )
 
@@ -183,7 +184,7 @@ def _weights(layer: Any) -> tuple[list[Any], _Weights]:
     for name, norm in norms.items():
         setattr(struct, name, norm.weight.data_ptr())
     struct.hidden, struct.inner = linears["q"].k, linears["gate"].n
-    struct.d = attention.head_dim
+    struct.d, struct.format = attention.head_dim, linears["q"].format
     struct.heads, struct.groups = linears["q"].n // struct.d, linears["k"].n // struct.d
     struct.epsilon = _epsilon(layer.input_layernorm)
     return [linears, norms], struct

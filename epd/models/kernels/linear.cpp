@@ -6,22 +6,9 @@
 //
 // Every output is one chain of vdpbf16ps over k in order, however many rows there are
 // and wherever its row stands: the result is the same bits in every batch.
-#include "linear.h"
-#include "tile.h"
+#include "panels.h"
 
 namespace {
-
-inline int64_t panels_of(int64_t n) { return (n + PANEL - 1) / PANEL; }
-
-constexpr int64_t BLOCK_BYTES = 512 << 10;  // weights that stay in L2 over all row tiles
-
-// Rows are cut into tiles of nearly equal height.
-struct Tiles {
-  int64_t rows, count;
-  explicit Tiles(int64_t m) : rows(m), count((m + MAX_ROWS - 1) / MAX_ROWS) {}
-  int64_t start(int64_t tile) const { return rows * tile / count; }
-  int height(int64_t tile) const { return int(start(tile + 1) - start(tile)); }
-};
 
 // [K/2][height] pairs of one tile; an odd last column gets a zero beside it.
 void pack_rows(const bf16* x, int64_t stride, int height, int64_t k, int32_t* out) {
@@ -32,75 +19,32 @@ void pack_rows(const bf16* x, int64_t stride, int height, int64_t k, int32_t* ou
     for (int m = 0; m < height; ++m) *out++ = x[m * stride + k - 1];
 }
 
-// Memory of this thread for `count` pairs; kept for the next call.
-int32_t* scratch(int64_t count) {
-  thread_local std::vector<int32_t> memory;
-  if (int64_t(memory.size()) < count) memory.resize(count);
-  return memory.data();
+Multiply multiply_of(Fetch how, int height) {
+  return how == Fetch::none     ? MULTIPLY<Fetch::none>[height]
+         : how == Fetch::stream ? MULTIPLY<Fetch::stream>[height]
+                                : MULTIPLY<Fetch::share>[height];
 }
 
-void store(const Linear& c, int64_t panel, int64_t row, int height, const __m512 (*sum)[2]) {
-  const int64_t first = panel * PANEL, left = c.n - first;
-  const __mmask32 mask = left >= PANEL ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
-  __m512 b0 = _mm512_setzero_ps(), b1 = b0;
-  if (c.bias) {
-    const __m512i b = _mm512_maskz_loadu_epi16(mask, c.bias + first);
-    b0 = widen(_mm512_castsi512_si256(b));
-    b1 = widen(_mm512_extracti64x4_epi64(b, 1));
-  }
-  for (int m = 0; m < height; ++m) {
-    const __m512bh out = _mm512_cvtne2ps_pbh(sum[m][1] + b1, sum[m][0] + b0);
-    _mm512_mask_storeu_epi16(c.y + (row + m) * c.ldy + first, mask, (__m512i)out);
-  }
-}
-
-// All rows of panels [from, to).
-void run_block(const Linear& c, int64_t pairs, const Tiles& tiles, const int32_t* x, int64_t from,
-               int64_t to) {
-  const bool stream = tiles.count <= 2;  // memory is the limit: fetch ahead
-  __m512 sum[MAX_ROWS][2];
-  for (int64_t t = 0; t < tiles.count; ++t) {
-    const int height = tiles.height(t);
-    const int32_t* rows = x + tiles.start(t) * pairs;
-    for (int64_t panel = from; panel < to; ++panel) {
-      const bf16* w = c.weight + panel * pairs * 64;
-      const char* next = (const char*)(w + pairs * 64) + t * pairs * 64;
-      const auto& table = !stream            ? MULTIPLY<Fetch::none>
-                          : tiles.count == 1 ? MULTIPLY<Fetch::stream>
-                                             : MULTIPLY<Fetch::share>;
-      for (int m = 0; m < height; ++m) sum[m][0] = sum[m][1] = _mm512_setzero_ps();
-      table[height](rows, w, pairs, next, sum);
-      store(c, panel, tiles.start(t), height, sum);
-    }
-  }
+void linear_bf16(const bf16* x, int64_t ldx, int64_t m, int64_t k, const Linear* layers, int count,
+                 int threads) {
+  const int64_t pairs = (k + 1) / 2;
+  const Tiles tiles(m);
+  int32_t* rows = scratch<int32_t>(m * pairs);
+#pragma omp parallel for num_threads(threads) if (threads > 1 && m > MAX_ROWS)
+  for (int64_t t = 0; t < tiles.count; ++t)
+    pack_rows(x + tiles.start(t) * ldx, ldx, tiles.height(t), k, rows + tiles.start(t) * pairs);
+  run_panels(layers, count, tiles, pairs * 128, threads,
+             [&](int64_t t, Fetch how, const char* w, const char* next, __m512(*sum)[2]) {
+               multiply_of(how, tiles.height(t))(rows + tiles.start(t) * pairs, (const bf16*)w,
+                                                 pairs, next, sum);
+             });
 }
 
 }  // namespace
 
 void linear(const bf16* x, int64_t ldx, int64_t m, int64_t k, const Linear* layers, int count,
-            int threads) {
-  const int64_t pairs = (k + 1) / 2;
-  const Tiles tiles(m);
-  int32_t* rows = scratch(m * pairs);
-#pragma omp parallel for num_threads(threads) if (threads > 1 && m > MAX_ROWS)
-  for (int64_t t = 0; t < tiles.count; ++t)
-    pack_rows(x + tiles.start(t) * ldx, ldx, tiles.height(t), k, rows + tiles.start(t) * pairs);
-  int64_t panels = 0;
-  for (int i = 0; i < count; ++i) panels += panels_of(layers[i].n);
-  int64_t block = tiles.count <= 2 ? 1 : BLOCK_BYTES / (pairs * 64 * 2);
-  block = std::max<int64_t>(1, std::min(block, panels / threads));
-  const int64_t blocks = (panels + block - 1) / block;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-  for (int64_t i = 0; i < blocks; ++i) {
-    // A block of the panels of all layers in a row; it may span two layers.
-    int64_t from = i * block, to = std::min(panels, from + block), first = 0;
-    for (const Linear* layer = layers; from < to; first += panels_of(layer->n), ++layer) {
-      const int64_t end = std::min(to, first + panels_of(layer->n));
-      if (from >= end) continue;
-      run_block(*layer, pairs, tiles, rows, from - first, end - first);
-      from = end;
-    }
-  }
+            Format format, int threads) {
+  (format == Format::int8 ? linear_int8 : linear_bf16)(x, ldx, m, k, layers, count, threads);
 }
 
 extern "C" {
@@ -127,10 +71,10 @@ void epd_linear_pack(const bf16* w, int64_t ldw, int64_t n, int64_t k, bf16* out
 }
 
 // y [m, n] = x [m, k] times weight, plus bias where there is one; rows ldx and ldy apart.
-void epd_linear(const bf16* x, int64_t ldx, int64_t m, const bf16* weight, const bf16* bias,
-                int64_t n, int64_t k, bf16* y, int64_t ldy, int threads) {
+void epd_linear(const bf16* x, int64_t ldx, int64_t m, const void* weight, const bf16* bias,
+                int64_t n, int64_t k, bf16* y, int64_t ldy, int64_t format, int threads) {
   const Linear layer{weight, bias, y, n, ldy};
-  linear(x, ldx, m, k, &layer, 1, threads);
+  linear(x, ldx, m, k, &layer, 1, Format(format), threads);
 }
 
 // Reads `bytes` with the same threads, and does nothing else: the floor of a decode step.

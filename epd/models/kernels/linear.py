@@ -1,4 +1,4 @@
-"""Linear layers on packed bfloat16 weights.
+"""Linear layers on packed weights, bfloat16 or int8; activations are bfloat16.
 
 Each output is one chain of operations over the inputs in order, so that a row's bits
 don't depend on how many rows there are: no mode is needed for that.
@@ -15,13 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from epd.models.kernels.build import Library
-from epd.models.kernels.memory import give_back, huge_pages
+from epd.models.kernels.memory import huge_pages
+from epd.models.quantize import GROUP, chunks, quantize, release, shared_weights
 
 _ALIGN: Final = 64
+_PANEL: Final = 32
 
 
 class LinearKernel:
     """The C functions, and the number of threads that they use."""
+
+    format = 0
+    """`Format` of linear.h."""
 
     def __init__(self, library: Library, threads: int) -> None:
         self.threads = threads
@@ -34,7 +39,8 @@ class LinearKernel:
         self._read.argtypes, self._read.restype = (c_void_p, c_int64, c_int), c_float
         self.run = c.epd_linear
         rows = (c_void_p, c_int64, c_int64)
-        self.run.argtypes = (*rows, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int)
+        weight, out = (c_void_p, c_void_p, c_int64, c_int64), (c_void_p, c_int64)
+        self.run.argtypes = (*rows, *weight, *out, c_int64, c_int)
         self.run.restype = None
 
     def packed_bytes(self, weight: Tensor) -> int:
@@ -56,11 +62,39 @@ class LinearKernel:
         self._read(memory.data_ptr(), memory.numel() * memory.element_size(), self.threads)
 
 
+class Int8Kernel(LinearKernel):
+    """The same on int8 weights (`epd.models.quantize`): half of the bytes."""
+
+    format = 1
+
+    def __init__(self, library: Library, threads: int) -> None:
+        super().__init__(library, threads)
+        c = library.handle
+        self._bytes = c.epd_int8_packed_bytes
+        self._bytes.argtypes, self._bytes.restype = [c_int64, c_int64], c_int64
+        self._pack = c.epd_int8_pack
+        self._pack.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int]
+
+    def pack(self, weight: Tensor, out: Tensor) -> None:
+        """Quantise and write the packed form, a bounded part of the weight at a time."""
+        assert out.numel() == self.packed_bytes(weight)
+        assert out.data_ptr() % _ALIGN == 0
+        n, k = weight.shape
+        start = 0
+        for rows in chunks(n, k, _PANEL):
+            values, scales = quantize(weight[rows])
+            assert scales.shape[1] == -(-k // GROUP)
+            to = out[start : start + self.packed_bytes(values)]
+            where = (values.data_ptr(), scales.data_ptr(), *values.shape, to.data_ptr())
+            self._pack(*where, self.threads)
+            start += to.numel()
+
+
 class PackedLinear:
     """`nn.Linear.forward` on a packed weight: [..., k] to [..., n], both bfloat16."""
 
     def __init__(self, kernel: LinearKernel, linear: nn.Linear, packed: Tensor) -> None:
-        self._run, self._threads = kernel.run, kernel.threads
+        self._run, self._threads, self.format = kernel.run, kernel.threads, kernel.format
         self.n, self.k = linear.out_features, linear.in_features
         self._packed, self._bias = packed, linear.bias
         self.weight_at = packed.data_ptr()
@@ -75,7 +109,8 @@ class PackedLinear:
         y = x.new_empty((*x.shape[:-1], n))
         m = y.numel() // n
         weight, bias = self.weight_at, self.bias_at
-        self._run(x.data_ptr(), k, m, weight, bias, n, k, y.data_ptr(), n, self._threads)
+        how = (self.format, self._threads)
+        self._run(x.data_ptr(), k, m, weight, bias, n, k, y.data_ptr(), n, *how)
         return y
 
 
@@ -89,17 +124,14 @@ def pack_linears(model: nn.Module, kernel: LinearKernel) -> Tensor:
     linears: list[Any] = [module for module in model.modules() if _can_run(module)]
     sizes = [kernel.packed_bytes(linear.weight) for linear in linears]
     region = huge_pages(sum(sizes))
-    shared = _shared_weights(model)
+    shared = shared_weights(model)
     start = 0
     for linear, size in zip(linears, sizes, strict=True):
         packed = region[start : start + size]
         start += size
-        weight = linear.weight.detach()
-        kernel.pack(weight, packed)
+        kernel.pack(linear.weight.detach(), packed)
         linear.forward = PackedLinear(kernel, linear, packed)
-        if weight.data_ptr() not in shared:
-            linear.weight = nn.Parameter(weight.to("meta"), requires_grad=False)
-            give_back(weight)
+        release(linear, shared)
     return region
 
 
@@ -108,13 +140,3 @@ def _can_run(module: nn.Module) -> bool:
         return False
     tensors = [module.weight] if module.bias is None else [module.weight, module.bias]
     return all(t.dtype is torch.bfloat16 and t.device.type == "cpu" for t in tensors)
-
-
-def _shared_weights(model: nn.Module) -> set[int]:
-    """Addresses of parameters that more than one module holds."""
-    seen: set[int] = set()
-    twice: set[int] = set()
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            (twice if parameter.data_ptr() in seen else seen).add(parameter.data_ptr())
-    return twice

@@ -1,0 +1,80 @@
+// How a product of many outputs and rows is cut up: panels of outputs go to threads and
+// stay in a core's cache, tiles of rows go to registers.
+#pragma once
+#include "linear.h"
+#include "tile.h"
+
+inline int64_t panels_of(int64_t n) { return (n + PANEL - 1) / PANEL; }
+
+// Rows are cut into tiles of nearly equal height.
+struct Tiles {
+  int64_t rows, count;
+  explicit Tiles(int64_t m) : rows(m), count((m + MAX_ROWS - 1) / MAX_ROWS) {}
+  int64_t start(int64_t tile) const { return rows * tile / count; }
+  int height(int64_t tile) const { return int(start(tile + 1) - start(tile)); }
+};
+
+// Memory of this thread for `count` values; kept for the next call.
+template <class T>
+T* scratch(int64_t count) {
+  thread_local std::vector<T> memory;
+  if (int64_t(memory.size()) < count) memory.resize(count);
+  return memory.data();
+}
+
+// Sums of one tile and panel, plus the bias, to y.
+inline void store(const Linear& c, int64_t panel, int64_t row, int height,
+                  const __m512 (*sum)[2]) {
+  const int64_t first = panel * PANEL, left = c.n - first;
+  const __mmask32 mask = left >= PANEL ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
+  __m512 b0 = _mm512_setzero_ps(), b1 = b0;
+  if (c.bias) {
+    const __m512i b = _mm512_maskz_loadu_epi16(mask, c.bias + first);
+    b0 = widen(_mm512_castsi512_si256(b));
+    b1 = widen(_mm512_extracti64x4_epi64(b, 1));
+  }
+  for (int m = 0; m < height; ++m) {
+    const __m512bh out = _mm512_cvtne2ps_pbh(sum[m][1] + b1, sum[m][0] + b0);
+    _mm512_mask_storeu_epi16(c.y + (row + m) * c.ldy + first, mask, (__m512i)out);
+  }
+}
+
+// All rows of one panel of `panel_bytes`. `multiply(tile, how, weight, next, sum)` adds the
+// panel times a tile of rows to `sum`, and fetches ahead as `how` says; `next` is this
+// tile's share of the next panel.
+template <class Multiply>
+void run_panel(const Linear& c, const Tiles& tiles, int64_t panel, int64_t panel_bytes, int64_t t,
+               Multiply multiply) {
+  const Fetch how = tiles.count > 2 ? Fetch::none : tiles.count == 1 ? Fetch::stream : Fetch::share;
+  const char* weight = (const char*)c.weight + panel * panel_bytes;
+  __m512 sum[MAX_ROWS][2];
+  for (int m = 0; m < tiles.height(t); ++m) sum[m][0] = sum[m][1] = _mm512_setzero_ps();
+  multiply(t, how, weight, weight + panel_bytes + t * panel_bytes / 2, sum);
+  store(c, panel, tiles.start(t), tiles.height(t), sum);
+}
+
+// Every tile of rows times every panel of all layers. Blocks of neighbouring panels go to a
+// thread; with many rows a block stays in L2 over all tiles.
+template <class Multiply>
+void run_panels(const Linear* layers, int count, const Tiles& tiles, int64_t panel_bytes,
+                int threads, Multiply multiply) {
+  constexpr int64_t BLOCK_BYTES = 512 << 10;
+  int64_t panels = 0;
+  for (int i = 0; i < count; ++i) panels += panels_of(layers[i].n);
+  int64_t block = tiles.count <= 2 ? 1 : BLOCK_BYTES / panel_bytes;
+  block = std::max<int64_t>(1, std::min(block, panels / threads));
+  const int64_t blocks = (panels + block - 1) / block;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int64_t i = 0; i < blocks; ++i) {
+    // A block may span two layers.
+    int64_t from = i * block, to = std::min(panels, from + block), first = 0;
+    for (const Linear* layer = layers; from < to; first += panels_of(layer->n), ++layer) {
+      const int64_t end = std::min(to, first + panels_of(layer->n));
+      if (from >= end) continue;
+      for (int64_t t = 0; t < tiles.count; ++t)
+        for (int64_t panel = from - first; panel < end - first; ++panel)
+          run_panel(*layer, tiles, panel, panel_bytes, t, multiply);
+      from = end;
+    }
+  }
+}
