@@ -43,6 +43,42 @@ def running(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
     cluster.close()
 
 
+@pytest.fixture(scope="session")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Exact numbers, little memory, slow transfers: what runs waits for what waits."""
+    settings = {
+        "model.exact": True,
+        "kv.block_tokens": 16,
+        "kv.prefill_tokens": 640,
+        "kv.decode_tokens": 416,
+        "prefill.step_tokens": 64,
+        "prefill.chunk_tokens": 32,
+        "prefill.landing_mib": 1,
+        "encode.arena_mib": 1,
+        "encode.cache_mib": 1,
+        "limits.max_inflight": 48,
+        "transfer.read_deadline_s": 2,
+        "transfer.quarantine_margin_s": 0.2,
+    }
+    slow = {"EPD_FAULTS": "transfer.delay=0.03"}
+    environ = {"prefill": slow, "decode": slow}
+    folder = tmp_path_factory.mktemp("crowded")
+    cluster = Cluster(folder, settings=settings, environ=environ)
+    cluster.start()
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def tight(crowded: Cluster) -> Iterator[Cluster]:
+    """The crowded service; afterwards nothing may be held, and every process lives on."""
+    before = crowded.pids
+    yield crowded
+    crowded.assert_clean()
+    assert crowded.pids == before
+    assert all(member.alive for member in crowded.members)
+
+
 @pytest.fixture
 def cluster(running: Cluster, site: Site) -> Iterator[Cluster]:
     """The service; a test that costs it a process, or anything that stays, fails."""
