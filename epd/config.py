@@ -25,7 +25,7 @@ from pydantic import (
 from epd.cpus import parse_cpus
 from epd.errors import invalid
 
-_LISTS = frozenset({"gateways", "hosts", "ports", "api_keys", "cors_origins"})
+_LISTS = frozenset({"gateways", "hosts", "ports", "api_keys", "cors_origins", "networks"})
 """Keys whose value is a comma-separated list in environment and flags."""
 
 
@@ -143,6 +143,9 @@ class TransferConfig(_Section):
     port_min: int = 0
     """Range of Mooncake's own ports; 0: its default range."""
     port_max: int = 0
+    networks: tuple[str, ...] = Field((), max_length=64)
+    """Networks ("10.1.0.0/24") that peers may come from; packets from elsewhere to Mooncake's
+    ports are dropped. None: from anywhere that reaches `host`'s interface."""
 
 
 class LimitsConfig(_Section):

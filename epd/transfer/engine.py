@@ -33,6 +33,7 @@ from epd.transfer.pieces import Piece, merge
 from epd.transfer.sessions import Sessions
 from epd.transfer.settings import load_mooncake, ports
 from epd.transfer.submitter import Native
+from epd.transfer.wall import Wall, listening_ports
 
 log = logging.getLogger("epd.transfer")
 
@@ -87,11 +88,16 @@ class Engine:
                 free, or another transport than `config.protocol` is in use.
         """
         config = self._config
+        wall = Wall.around(config.host, config.networks)
+        before = listening_ports()
         self._native = self._load(config)()
         if self._native.initialize(config.host, "P2PHANDSHAKE", config.protocol, ""):
             low, high = ports(config)
             what = f"the transfer engine can't start on {config.host} with ports {low}-{high}"
             raise invalid(f"{what}: are two of them free?", "transfer")
+        # Before any memory is registered: until now there is nothing to read.
+        opened = listening_ports() - before
+        wall.put_around(opened)
         self._session = f"{config.host}:{self._native.get_rpc_port()}"
         self.transport = _transport_of(self._session)
         if self.transport != config.protocol:
@@ -100,6 +106,7 @@ class Engine:
                 "does this machine (this container) have an RDMA device?",
                 "transfer.protocol",
             )
+        wall.put_around(opened)  # whoever was in the queue before us
         self.register(self._pages.address, self._pages.nbytes, self._pages)
         # A stopped peer's reads end by the progress timeout; the second is slack.
         self._driver = Driver(self._native, late_s=config.read_deadline_s + 1)
