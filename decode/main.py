@@ -1,43 +1,28 @@
-"""A decode worker as a process: `epd decode CHECKPOINT`."""
+"""Decode as a part of a process: model and memory put together."""
 
 from __future__ import annotations
 
 from decode.service import DecodeService
 from decode.worker import DecodeWorker, num_blocks
-from epd.config import Config
-from epd.models.lm import LanguageModel
-from epd.obs import logs
 from epd.rpc.jobs import ModelFacts
 from epd.rpc.server import Server
 from epd.runtime.context import max_context
-from epd.runtime.memory import OwnedMemory
-from epd.runtime.stage import serve_worker
+from epd.runtime.resources import Resources
+from epd.runtime.stage import Part
 from protos.epd.v1 import decode_pb2_grpc
 
 
-async def serve(config: Config) -> None:
-    """Load the language model and serve until SIGTERM.
+async def build(shared: Resources) -> Part:
+    """Put the worker together; loads the language model if nobody did.
 
     Raises:
-        EpdError: the checkpoint can't be served, a port is taken, or the transfer
-            engine can't start; the message says why.
+        EpdError: the checkpoint can't be served, or the transfer engine can't start;
+            the message says why.
     """
-    logs.setup(config.log, DecodeWorker.stage)
-    model = config.model
-    lm = LanguageModel.load(
-        model.path,
-        dtype=model.dtype,
-        device=model.device,
-        exact=model.exact,
-        threads=model.threads,
-        block_tokens=config.kv.block_tokens,
-        kernels=model.kernels,
-        quantize=model.quantize_in(DecodeWorker.stage),
-    )
-    memory = OwnedMemory(config, lm.spec.fingerprint, max_quarantined=0)
+    config, lm, memory = shared.config, shared.lm, shared.memory
     pool_tokens = num_blocks(config) * config.kv.block_tokens
     context = max_context(config, lm.spec, pool_tokens)
-    worker = DecodeWorker(config, lm, memory, context)
+    worker = DecodeWorker(config, lm, memory, context, shared.thread)
     worker.warm_up()
     facts = ModelFacts(
         fingerprint=lm.spec.fingerprint,
@@ -52,4 +37,4 @@ async def serve(config: Config) -> None:
             DecodeService(worker, facts, config.limits.request_deadline_s), server.grpc
         )
 
-    await serve_worker(config, worker, "epd.v1.Decode", add_service, config.rpc.control_bytes)
+    return Part(worker, "epd.v1.Decode", add_service, config.rpc.control_bytes)

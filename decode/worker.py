@@ -31,10 +31,10 @@ from epd.kv.pool import KvPool
 from epd.models.lm import LanguageModel
 from epd.obs import metrics
 from epd.rpc.status import internal
+from epd.runtime.group import Description, Load
 from epd.runtime.isolate import run_isolated
 from epd.runtime.memory import OwnedMemory
-from epd.runtime.stage import Description, Load
-from epd.runtime.steps import StepLoop
+from epd.runtime.steps import EngineThread, StepLoop
 from epd.runtime.streams import Stopwatch, Streams
 from epd.sampling.grammar import Grammars, Matcher
 from epd.sampling.params import validate
@@ -50,7 +50,12 @@ class DecodeWorker:
     stage = Stage.DECODE
 
     def __init__(
-        self, config: Config, lm: LanguageModel, memory: OwnedMemory, max_context: int
+        self,
+        config: Config,
+        lm: LanguageModel,
+        memory: OwnedMemory,
+        max_context: int,
+        thread: EngineThread | None = None,
     ) -> None:
         self._config = config
         self._lm = lm
@@ -74,7 +79,7 @@ class DecodeWorker:
         self._tickets: dict[int, Ticket] = {}
         self._next_key = 0
         self._background: set[asyncio.Task[None]] = set()
-        self.steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable)
+        self.steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable, thread)
         self.streams = Streams(self.stage)
 
     def warm_up(self) -> None:

@@ -1,29 +1,26 @@
-"""An encode worker as a process: `epd encode CHECKPOINT`."""
+"""Encode as a part of a process: tower, pictures and memory put together."""
 
 from __future__ import annotations
 
 from encode.images import ImagePreparer
 from encode.service import EncodeService
 from encode.worker import EncodeWorker
-from epd.config import Config
 from epd.models.encoder import VisionEncoder
-from epd.obs import logs
 from epd.rpc.jobs import ModelFacts
 from epd.rpc.server import Server
-from epd.runtime.memory import OwnedMemory
-from epd.runtime.stage import serve_worker
+from epd.runtime.resources import Resources
+from epd.runtime.stage import Part
 from protos.epd.v1 import encode_pb2_grpc
 
 
-async def serve(config: Config) -> None:
-    """Load the vision tower and serve until SIGTERM.
+async def build(shared: Resources) -> Part:
+    """Load the vision tower.
 
     Raises:
-        EpdError: the checkpoint can't be served, a port is taken, or the transfer
-            engine can't start; the message says why.
+        EpdError: the checkpoint can't be served, or the transfer engine can't start;
+            the message says why.
     """
-    logs.setup(config.log, EncodeWorker.stage)
-    model = config.model
+    config, model = shared.config, shared.config.model
     pictures = ImagePreparer(config)  # its processes load while this one does
     encoder = VisionEncoder.load(
         model.path,
@@ -33,8 +30,8 @@ async def serve(config: Config) -> None:
         threads=model.threads,
         kernels=model.kernels,
     )
-    memory = OwnedMemory(config, encoder.spec.fingerprint, config.encode.arena_mib << 19)
-    worker = EncodeWorker(config, encoder, pictures, memory)
+    shared.memory.may_quarantine(config.encode.arena_mib << 19)
+    worker = EncodeWorker(config, encoder, pictures, shared.memory, shared.thread)
     facts = ModelFacts(
         fingerprint=encoder.spec.fingerprint,
         vocab_size=encoder.spec.vocab_size,
@@ -49,4 +46,4 @@ async def serve(config: Config) -> None:
         )
 
     await pictures.start()
-    await serve_worker(config, worker, "epd.v1.Encode", add_service, config.rpc.encode_bytes)
+    return Part(worker, "epd.v1.Encode", add_service, config.rpc.encode_bytes)

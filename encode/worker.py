@@ -30,8 +30,9 @@ from epd.handoff import embedding_bytes, embedding_contract
 from epd.jobs import EncodeJob, Stage
 from epd.models.encoder import VisionEncoder
 from epd.obs import metrics
+from epd.runtime.group import Description, Load
 from epd.runtime.memory import OwnedMemory
-from epd.runtime.stage import Description, Load
+from epd.runtime.steps import EngineThread
 from epd.runtime.streams import Streams
 from epd.transfer.arena import Arena, Extent
 from epd.transfer.contract import Handle, Span
@@ -45,7 +46,12 @@ class EncodeWorker:
     stage = Stage.ENCODE
 
     def __init__(
-        self, config: Config, encoder: VisionEncoder, pictures: ImagePreparer, memory: OwnedMemory
+        self,
+        config: Config,
+        encoder: VisionEncoder,
+        pictures: ImagePreparer,
+        memory: OwnedMemory,
+        thread: EngineThread | None = None,
     ) -> None:
         self._config = config
         self.spec = encoder.spec
@@ -54,7 +60,9 @@ class EncodeWorker:
         self._cache: EmbeddingCache[Extent] = EmbeddingCache(
             config.encode.cache_mib << 20, self._free, metrics.CACHE_EVICTIONS.labels(_CACHE).inc
         )
-        self._works = Works(config, encoder, pictures, self._arena, self._cache, self._ended)
+        self._works = Works(
+            config, encoder, pictures, self._arena, self._cache, self._ended, thread
+        )
         self._by_key: dict[bytes, Work] = {}
         self._tickets: dict[int, Ticket] = {}
         self._next_key = 0

@@ -24,7 +24,7 @@ from epd.models.encoder import VisionEncoder
 from epd.obs import metrics
 from epd.rpc.status import internal
 from epd.runtime.isolate import run_isolated
-from epd.runtime.steps import StepLoop
+from epd.runtime.steps import EngineThread, StepLoop
 from epd.runtime.streams import Stopwatch
 from epd.transfer.arena import Arena, Extent
 from epd.transfer.checksum import checksum
@@ -45,6 +45,7 @@ class Works:
         arena: Arena,
         cache: EmbeddingCache[Extent],
         ended: Ended,
+        thread: EngineThread | None = None,
     ) -> None:
         self._encoder = encoder
         self._spec = encoder.spec
@@ -56,7 +57,7 @@ class Works:
         self.batcher = Batcher(config.encode.batch_patches, config.encode.max_queue)
         self._works: dict[int, Work] = {}
         self._next = 0
-        self.steps = StepLoop(Stage.ENCODE, self._step, self._runnable)
+        self.steps = StepLoop(Stage.ENCODE, self._step, self._runnable, thread)
 
     def __len__(self) -> int:
         return len(self._works)

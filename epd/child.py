@@ -143,9 +143,10 @@ class Child:
 
 
 def command_line(role: str, settings: Mapping[str, str]) -> list[str]:
-    """How one stage is started, here and in the tests."""
+    """How a process of one or more stages is started, here and in the tests."""
     options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    return [sys.executable, "-m", "epd.cli", role, *options]
+    command = ["worker", "--stages", role] if "+" in role else [role]
+    return [sys.executable, "-m", "epd.cli", *command, *options]
 
 
 def child_environment(config: Config, environ: Mapping[str, str]) -> dict[str, str]:

@@ -67,6 +67,14 @@ def serve(
     encode: Count = None,
     prefill: Count = None,
     decode: Count = None,
+    stages: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STAGE[+STAGE...]",
+            help="A worker process and the stages that it hosts; repeatable, in place of the "
+            "counts. encode+prefill+decode is all in one process.",
+        ),
+    ] = None,
     http_port: Annotated[
         int | None, typer.Option(help="Port of the HTTP API; 0: any.", show_default="8000")
     ] = None,
@@ -78,6 +86,7 @@ def serve(
         "serve.encode": encode,
         "serve.prefill": prefill,
         "serve.decode": decode,
+        "serve.stages": tuple(stages) if stages else None,
         "gateway.http_port": http_port,
     }
     loaded = _configure(checkpoint, config, settings, flags)
@@ -102,6 +111,25 @@ _stage_command("encode", "Run one encode worker: pictures in, embeddings out.")
 _stage_command("prefill", "Run one prefill worker: prompt in, KV cache and first token out.")
 _stage_command("decode", "Run one decode worker: KV cache in, tokens out.")
 _stage_command("gateway", "Run one gateway: the HTTP and gRPC front, without weights.")
+
+
+@app.command()
+def worker(
+    stages: Annotated[str, typer.Option(metavar="STAGE[+STAGE...]", help="What it hosts.")],
+    checkpoint: Checkpoint = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Run one worker of several stages, which share weights, KV cache and one thread."""
+    loaded = _configure(checkpoint, config, settings, {})
+    from epd.errors import EpdError
+    from epd.host import run_stage, stages_of
+
+    try:
+        role = "+".join(stages_of(stages))
+    except EpdError as error:
+        raise _usage(error.message) from error
+    raise typer.Exit(run_stage(role, loaded))
 
 
 @app.command()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -25,7 +25,7 @@ from pydantic import (
 from epd.cpus import parse_cpus
 from epd.errors import invalid
 
-_LISTS = frozenset({"gateways", "hosts", "ports", "api_keys", "cors_origins", "networks"})
+_LISTS = frozenset({"gateways", "hosts", "ports", "api_keys", "cors_origins", "networks", "stages"})
 """Keys whose value is a comma-separated list in environment and flags."""
 
 
@@ -268,6 +268,9 @@ class ServeConfig(_Section):
     encode: int = Field(1, ge=0)
     prefill: int = Field(1, ge=1)
     decode: int = Field(1, ge=1)
+    stages: tuple[str, ...] = ()
+    """Processes by the stages that they host, in place of the three counts, e.g.
+    ("encode", "prefill+decode", "decode")."""
     start_timeout_s: float = Field(180.0, gt=0)
     """A process that isn't ready after this long has failed to start."""
     restart: bool = True
@@ -314,9 +317,11 @@ class Config(_Section):
     serve: ServeConfig = ServeConfig()
     log: LogConfig = LogConfig()
 
-    def for_stage(self, stage: str) -> Config:
-        """As a process of this one stage takes it: its own number of threads."""
-        threads = getattr(self, stage).threads or self.model.threads
+    def for_stages(self, stages: Sequence[str]) -> Config:
+        """As a process of these stages takes it: their own number of threads, of several
+        the largest."""
+        own = max(getattr(self, stage).threads for stage in stages)
+        threads = own or self.model.threads
         return self.model_copy(update={"model": self.model.model_copy(update={"threads": threads})})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 from epd.errors import invalid
 
@@ -20,6 +21,12 @@ def parse_cpus(text: str) -> frozenset[int]:
             raise ValueError(f"{text!r}: write cores as 0,2-4")
         cpus |= set(range(int(first), int(last or first) + 1))
     return frozenset(cpus)
+
+
+def joined(parts: Iterable[str]) -> str:
+    """The cores of all parts; "" (anywhere) if one part may run anywhere."""
+    texts = list(parts)
+    return ",".join(texts) if all(texts) else ""
 
 
 def pin(text: str) -> None:

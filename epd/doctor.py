@@ -189,10 +189,12 @@ def _ports(config: Config) -> Iterator[Finding]:
 def _memory(config: Config) -> Finding:
     """A lower bound: weights once (stages map the same files), arenas, and the processes."""
     available = _available_mib()
-    serve = config.serve
-    workers = serve.encode + serve.prefill + serve.decode
-    needed = _weights_mib(config.model.path) + (workers + 1) * _PROCESS_MIB
-    needed += serve.encode * config.encode.arena_mib + serve.prefill * config.prefill.landing_mib
+    from epd.supervisor import planned
+
+    roles = [role.split("+") for role, _ in planned(config.serve)]
+    needed = _weights_mib(config.model.path) + (len(roles) + 1) * _PROCESS_MIB
+    needed += sum("encode" in stages for stages in roles) * config.encode.arena_mib
+    needed += sum("prefill" in stages for stages in roles) * config.prefill.landing_mib
     level = Level.OK if available >= needed else Level.WARNING
     detail = f"{available} MiB available, about {needed} MiB needed beside the KV pools"
     return Finding("memory", level, detail)

@@ -1,4 +1,4 @@
-"""Composition root of one stage process: environment, imports, event loop, exit code.
+"""Composition root of a process of one or more stages: environment, imports, event loop, exit code.
 
 The only module that imports stages. Their imports are inside functions, since they bring
 torch and transformers.
@@ -11,24 +11,30 @@ import atexit
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from epd.config import Config
-from epd.cpus import pin
-from epd.errors import EpdError
+from epd.cpus import joined, pin
+from epd.errors import EpdError, invalid
 from epd.lifetime import die_with_expected_parent
+
+if TYPE_CHECKING:
+    from epd.runtime.resources import Resources
+    from epd.runtime.stage import Part
 
 GATEWAY = "gateway"
 STAGES = ("encode", "prefill", "decode")
 ROLES = (GATEWAY, *STAGES)
 
 Serve = Callable[[Config], Coroutine[Any, Any, None]]
+Build = Callable[["Resources"], Coroutine[Any, Any, "Part"]]
 
 
 def run_stage(role: str, config: Config) -> int:
-    """Serve one stage (or the gateway) until SIGTERM or Ctrl-C; returns the exit code.
+    """Serve a stage, several ("prefill+decode"), or the gateway until SIGTERM or Ctrl-C;
+    returns the exit code.
 
     The process then ends without taking its modules apart: everything of ours is closed,
     and for torch, gRPC and Mooncake that takes seconds and frees nothing that the kernel
@@ -56,12 +62,13 @@ def serve_stage(role: str, config: Config) -> int:
     nobody foresaw shows a traceback.
     """
     die_with_expected_parent()
+    parts = role.split("+")
     if role != GATEWAY:
-        config = config.for_stage(role)
+        config = config.for_stages(parts)
     _prepare_environment(config.model.threads)
     signal.signal(signal.SIGINT, _on_interrupt)
     try:
-        pin(getattr(config, role).cpus)
+        pin(joined(getattr(config, part).cpus for part in parts))
         serve = _serve_of(role)
         asyncio.run(serve(config))
     except EpdError as error:
@@ -71,23 +78,55 @@ def serve_stage(role: str, config: Config) -> int:
     return 0
 
 
+def stages_of(role: str) -> tuple[str, ...]:
+    """The stages of a process, e.g. ("prefill", "decode") for "prefill+decode".
+
+    Raises:
+        EpdError: no such stage, or one twice.
+    """
+    stages = tuple(part.strip() for part in role.split("+"))
+    for stage in stages:
+        if stage not in STAGES:
+            raise invalid(f"{role!r}: the stages are {', '.join(STAGES)}, joined by +", "stages")
+    if len(set(stages)) < len(stages):
+        raise invalid(f"{role!r}: a stage comes twice", "stages")
+    return tuple(stage for stage in STAGES if stage in stages)
+
+
 def _serve_of(role: str) -> Serve:
-    if role == "encode":
+    if role == GATEWAY:
+        import gateway.main
+
+        return gateway.main.serve
+    stages = stages_of(role)
+    return lambda config: _serve_stages(stages, config)
+
+
+async def _serve_stages(stages: Sequence[str], config: Config) -> None:
+    """Build the stages, with what they share made once, and serve them as one worker."""
+    from epd.jobs import Stage
+    from epd.obs import logs
+    from epd.runtime.resources import Resources
+    from epd.runtime.stage import serve_parts
+
+    logs.setup(config.log, "+".join(stages))
+    shared = Resources(config, [Stage(stage) for stage in stages])
+    await serve_parts(config, [await _builder(stage)(shared) for stage in stages])
+
+
+def _builder(stage: str) -> Build:
+    if stage == "encode":
         import encode.main
 
-        return encode.main.serve
-    if role == "prefill":
+        return encode.main.build
+    if stage == "prefill":
         import prefill.main
 
-        return prefill.main.serve
-    if role == "decode":
-        import decode.main
+        return prefill.main.build
+    assert stage == "decode"
+    import decode.main
 
-        return decode.main.serve
-    assert role == GATEWAY, f"no such role: {role}"
-    import gateway.main
-
-    return gateway.main.serve
+    return decode.main.build
 
 
 def _prepare_environment(threads: int) -> None:

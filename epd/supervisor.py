@@ -22,8 +22,9 @@ from collections.abc import Coroutine
 from typing import Any
 
 from epd.child import Child, StartFailure, child_environment
-from epd.config import Config
-from epd.host import GATEWAY, STAGES
+from epd.config import Config, ServeConfig
+from epd.errors import EpdError, invalid
+from epd.host import GATEWAY, STAGES, stages_of
 
 _LONGEST_PAUSE_S = 30.0
 _STEADY_AFTER_S = 60.0
@@ -36,9 +37,7 @@ class Supervisor:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.gateway = Child(GATEWAY, 0)
-        self.workers = [
-            Child(stage, index) for stage in STAGES for index in range(getattr(config.serve, stage))
-        ]
+        self.workers = [Child(role, index) for role, index in planned(config.serve)]
         self._environ = child_environment(config, os.environ)
         self._stopping = asyncio.Event()
 
@@ -177,8 +176,28 @@ class Supervisor:
         _say(f"serving {name} at {url} after {seconds:.1f} s; Ctrl-C stops")
 
 
+def planned(config: ServeConfig) -> list[tuple[str, int]]:
+    """The worker processes: what each hosts, and its number among its like.
+
+    Raises:
+        EpdError: a group names no stage, or nobody hosts prefill or decode.
+    """
+    groups = config.stages or [stage for stage in STAGES for _ in range(getattr(config, stage))]
+    roles = ["+".join(stages_of(group)) for group in groups]
+    hosted = {stage for role in roles for stage in stages_of(role)}
+    for stage in ("prefill", "decode"):
+        if stage not in hosted:
+            raise invalid(f"no process hosts {stage}: {', '.join(roles)}", "serve.stages")
+    return [(role, roles[:place].count(role)) for place, role in enumerate(roles)]
+
+
 def run(config: Config) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit code."""
+    try:
+        planned(config.serve)
+    except EpdError as error:
+        _complain(error.message)
+        return 2
     return asyncio.run(_run(config))
 
 

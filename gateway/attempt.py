@@ -204,7 +204,8 @@ class Attempt:
         Raises:
             EpdError: there is no worker.
         """
-        worker = self._stages.registry.choose(stage, progress.avoid[stage])
+        near = None if self._prefill is None else self._prefill.worker
+        worker = self._stages.registry.choose(stage, progress.avoid[stage], near=near)
         return self._stages.open(stage, worker, self._deadline, self._request.request_id)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

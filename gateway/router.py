@@ -35,10 +35,21 @@ def least_loaded(candidates: Sequence[C], turn: int) -> C:
     return best[turn % len(best)]
 
 
+def nearest(candidates: Sequence[C], near: C, turn: int) -> C:
+    """`near`, where handing over costs least, unless it has far more than its share."""
+    if any(candidate is near for candidate in candidates) and not _overloaded(near, candidates):
+        return near
+    return least_loaded(candidates, turn)
+
+
+def _overloaded(one: C, candidates: Sequence[C]) -> bool:
+    mean = (1 + sum(candidate.load for candidate in candidates)) / len(candidates)
+    return one.load >= 1 + _LOAD_BOUND * mean
+
+
 def for_digest(candidates: Sequence[C], digest: bytes) -> C:
     """Rendezvous hashing: the same digest goes to the same worker while it lives, and
     a joining or leaving worker moves only its own share. Skips workers over the bound."""
     assert candidates
     ranked = sorted(candidates, key=lambda c: blake3(c.identity + digest).digest())
-    mean = (1 + sum(candidate.load for candidate in candidates)) / len(candidates)
-    return next((c for c in ranked if c.load < 1 + _LOAD_BOUND * mean), ranked[0])
+    return next((c for c in ranked if not _overloaded(c, candidates)), ranked[0])

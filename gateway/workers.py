@@ -210,14 +210,21 @@ class Registry:
         ]
 
     def choose(
-        self, stage: Stage, avoid: Iterable[Worker] = (), digest: bytes | None = None
+        self,
+        stage: Stage,
+        avoid: Iterable[Worker] = (),
+        digest: bytes | None = None,
+        near: Worker | None = None,
     ) -> Worker:
-        """A live worker, rather none of `avoid`.
+        """A live worker, rather none of `avoid`, and rather `near`, if it hosts the stage:
+        the request's prefill is there, even if it drains.
 
         Raises:
             EpdError: STAGE_UNAVAILABLE if none is live.
         """
         live = self.live(stage)
+        if near is not None and near.state == "draining" and stage in near.card.stages:
+            live.append(near)
         if not live:
             raise unavailable(stage)
         avoided = set(map(id, avoid))
@@ -225,6 +232,8 @@ class Registry:
         self._turn += 1
         if digest is not None:
             return router.for_digest(candidates, digest)
+        if near is not None:
+            return router.nearest(candidates, near, self._turn)
         return router.least_loaded(candidates, self._turn)
 
     def has_other(self, stage: Stage, avoid: Iterable[Worker]) -> bool:

@@ -1,43 +1,29 @@
-"""A prefill worker as a process: `epd prefill CHECKPOINT`."""
+"""Prefill as a part of a process: model and memory put together."""
 
 from __future__ import annotations
 
-from epd.config import Config
-from epd.models.lm import LanguageModel
-from epd.obs import logs
 from epd.rpc.jobs import ModelFacts
 from epd.rpc.server import Server
 from epd.runtime.context import max_context
-from epd.runtime.memory import OwnedMemory
-from epd.runtime.stage import serve_worker
+from epd.runtime.resources import Resources
+from epd.runtime.stage import Part
 from prefill.service import PrefillService
 from prefill.worker import PrefillWorker, num_blocks
 from protos.epd.v1 import prefill_pb2_grpc
 
 
-async def serve(config: Config) -> None:
-    """Load the language model and serve until SIGTERM.
+async def build(shared: Resources) -> Part:
+    """Put the worker together; loads the language model if nobody did.
 
     Raises:
-        EpdError: the checkpoint can't be served, a port is taken, or the transfer
-            engine can't start; the message says why.
+        EpdError: the checkpoint can't be served, or the transfer engine can't start;
+            the message says why.
     """
-    logs.setup(config.log, PrefillWorker.stage)
-    model = config.model
-    lm = LanguageModel.load(
-        model.path,
-        dtype=model.dtype,
-        device=model.device,
-        exact=model.exact,
-        threads=model.threads,
-        block_tokens=config.kv.block_tokens,
-        kernels=model.kernels,
-        quantize=model.quantize_in(PrefillWorker.stage),
-    )
+    config, lm, memory = shared.config, shared.lm, shared.memory
     pool_bytes = num_blocks(config) * lm.kv_layout.block_bytes
-    memory = OwnedMemory(config, lm.spec.fingerprint, pool_bytes // 2)
+    memory.may_quarantine(pool_bytes // 2)
     context = max_context(config, lm.spec)
-    worker = PrefillWorker(config, lm, memory, context)
+    worker = PrefillWorker(config, lm, memory, context, shared.thread)
     worker.warm_up()
     facts = ModelFacts(
         fingerprint=lm.spec.fingerprint,
@@ -52,4 +38,4 @@ async def serve(config: Config) -> None:
             PrefillService(worker, facts, config.limits.request_deadline_s), server.grpc
         )
 
-    await serve_worker(config, worker, "epd.v1.Prefill", add_service, config.rpc.control_bytes)
+    return Part(worker, "epd.v1.Prefill", add_service, config.rpc.control_bytes)

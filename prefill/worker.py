@@ -28,10 +28,10 @@ from epd.kv.pool import KvPool
 from epd.models.lm import LanguageModel
 from epd.obs import metrics
 from epd.rpc.status import internal
+from epd.runtime.group import Description, Load
 from epd.runtime.isolate import run_isolated
 from epd.runtime.memory import OwnedMemory
-from epd.runtime.stage import Description, Load
-from epd.runtime.steps import StepLoop
+from epd.runtime.steps import EngineThread, StepLoop
 from epd.runtime.streams import Stopwatch, Streams
 from epd.transfer.contract import Handle
 from prefill.budget import StepBudget
@@ -58,7 +58,12 @@ class PrefillWorker:
     stage = Stage.PREFILL
 
     def __init__(
-        self, config: Config, lm: LanguageModel, memory: OwnedMemory, max_context: int
+        self,
+        config: Config,
+        lm: LanguageModel,
+        memory: OwnedMemory,
+        max_context: int,
+        thread: EngineThread | None = None,
     ) -> None:
         self._config = config
         self._lm = lm
@@ -69,7 +74,7 @@ class PrefillWorker:
         self._pool = KvPool(lm.kv_layout, num_blocks(config), lm.device)
         memory.register(self._pool.address(0), self._pool.nbytes, self._pool)
         self._blocks = BlockAllocator(self._pool.num_blocks)
-        self.steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable)
+        self.steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable, thread)
         self._landing = Landing(
             self.spec, config.prefill.landing_mib << 20, memory, self.steps.poke
         )

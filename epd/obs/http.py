@@ -23,7 +23,8 @@ _MAX_LINE = 4096
 
 
 class ObservationServer:
-    """`state()` gives the live counts; numbers among them become gauges. `why_not()` says
+    """`state()` gives the live counts, those of several stages under `stages`; numbers
+    among them become gauges. `why_not()` says
     why nothing can be served now; "": it can."""
 
     def __init__(self, stage: str, state: State, why_not: Callable[[], str]) -> None:
@@ -79,9 +80,13 @@ class ObservationServer:
         return _response("404 Not Found", "text/plain", b"/metrics, /ready or /debug/state\n")
 
     def _set_gauges(self) -> None:
-        for what, value in self._state().items():
-            if isinstance(value, (int, float)):
-                metrics.STATE.labels(self._stage, what).set(value)
+        state = self._state()
+        stages = state.get("stages")
+        each = stages if isinstance(stages, dict) else {self._stage: state}
+        for stage, counts in each.items():
+            for what, value in counts.items():
+                if isinstance(value, (int, float)):
+                    metrics.STATE.labels(stage, what).set(value)
 
 
 def _response(status: str, content_type: str, body: bytes) -> bytes:

@@ -19,22 +19,19 @@ _UNLIMITED = 1 << 62
 
 
 class OwnedMemory:
-    """Made once at start; starts the transfer engine.
-
-    `max_quarantined` caps the bytes that lost readers may withhold: above it, new
-    work is refused before it costs anything (`check_quarantine`); what runs goes on.
+    """Made once at start, for all stages of the process; starts the transfer engine.
 
     Raises:
         EpdError: the engine can't start (see `Engine.start`).
     """
 
-    def __init__(self, config: Config, fingerprint: str, max_quarantined: int) -> None:
+    def __init__(self, config: Config, fingerprint: str) -> None:
         transfer = config.transfer
         self.engine = Engine(transfer, fingerprint, secrets.randbits(64))
         self.engine.start()
         hold_s = transfer.read_deadline_s + transfer.quarantine_margin_s
         self.leases = LeaseTable(hold_s, _UNLIMITED)
-        self._max_quarantined = max_quarantined
+        self._max_quarantined = 0
         self.read_deadline_ms = int(transfer.read_deadline_s * 1000)
         self.faults = faults.from_environment()
 
@@ -44,6 +41,11 @@ class OwnedMemory:
 
     def register(self, address: int, nbytes: int, owner: object) -> None:
         self.engine.register(address, nbytes, owner)
+
+    def may_quarantine(self, nbytes: int) -> None:
+        """Lost readers may withhold so many bytes more: above the sum of these, new work
+        is refused before it costs anything (`check_quarantine`); what runs goes on."""
+        self._max_quarantined += nbytes
 
     def check_quarantine(self) -> None:
         """Raises EpdError: OVERLOADED, too much memory waits for lost readers."""

@@ -18,6 +18,29 @@ from epd.obs import metrics
 Result = TypeVar("Result")
 
 
+class EngineThread:
+    """The one thread that does tensor work in a process, whatever stages it hosts.
+
+    Steps of several loops run first come, first served, and a loop has one step in it at
+    most: stages that have work take turns. What one frees (blocks, say) another may wait
+    for, so a poke wakes all loops.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-engine")
+        self._wakes: list[asyncio.Event] = []
+
+    def join(self) -> asyncio.Event:
+        """A new loop's wake-up call."""
+        wake = asyncio.Event()
+        self._wakes.append(wake)
+        return wake
+
+    def poke(self) -> None:
+        for wake in self._wakes:
+            wake.set()
+
+
 class StepLoop:
     """Calls `step` as long as it did something, then sleeps until `poke`.
 
@@ -26,13 +49,17 @@ class StepLoop:
     """
 
     def __init__(
-        self, stage: str, step: Callable[[], Awaitable[bool]], runnable: Callable[[], bool]
+        self,
+        stage: str,
+        step: Callable[[], Awaitable[bool]],
+        runnable: Callable[[], bool],
+        thread: EngineThread | None = None,
     ) -> None:
         self._stage = stage
         self._step = step
         self._runnable = runnable
-        self._wake = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{stage}-engine")
+        self._thread = thread or EngineThread(stage)
+        self._wake = self._thread.join()
         self._task: asyncio.Task[None] | None = None
         self._last_progress = time.monotonic()
         self.in_step = False
@@ -45,7 +72,7 @@ class StepLoop:
 
     def poke(self) -> None:
         """Something changed: there may be work."""
-        self._wake.set()
+        self._thread.poke()
 
     async def run(self, work: Callable[[], Result], size: int) -> Result:
         """Run one forward in the engine thread. `size` is for the metrics only.
@@ -56,7 +83,7 @@ class StepLoop:
         start = time.monotonic()
         self.in_step = True
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await asyncio.get_running_loop().run_in_executor(self._thread.executor, work)
         except Exception:
             metrics.STEP_FAILURES.labels(self._stage).inc()
             raise
@@ -79,7 +106,7 @@ class StepLoop:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.to_thread(self._thread.shutdown, True)
+        await asyncio.to_thread(self._thread.executor.shutdown, True)
 
     async def _forever(self) -> None:
         while True:

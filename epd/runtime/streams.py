@@ -134,13 +134,9 @@ class Streams:
     def refuse_new(self) -> None:
         self._leaving = True
 
-    async def finished(self, within_s: float) -> bool:
-        """Wait until no stream is open; False if some still are after `within_s`."""
-        try:
-            await asyncio.wait_for(self._none_open.wait(), within_s)
-        except TimeoutError:
-            return False
-        return True
+    async def finished(self) -> None:
+        """Wait until no stream is open."""
+        await self._none_open.wait()
 
     def fail_all(self, error: EpdError) -> None:
         for fails in list(self._open.values()):

@@ -12,6 +12,11 @@ READS = Counter("epd_transfer_reads_total", "Reads that succeeded.", ["kind"])
 DESCRIPTORS = Counter(
     "epd_transfer_descriptors_total", "Mooncake descriptors of those reads.", ["kind"]
 )
+LOCAL_BYTES = Counter(
+    "epd_transfer_local_bytes_total",
+    "Bytes handed over inside the process, without Mooncake.",
+    ["kind"],
+)
 FAILURES = Counter(
     "epd_transfer_failures_total", "Reads that failed, by reason.", ["kind", "reason"]
 )

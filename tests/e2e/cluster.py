@@ -16,7 +16,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -102,6 +102,12 @@ class Worker:
     _lines: queue.Queue[str | None] = field(default_factory=queue.Queue)
 
     @property
+    def hosted(self) -> tuple[str, ...]:
+        """The stages in this process and, of several, the name of them all."""
+        stages = self.role.split("+")
+        return (self.role, *stages) if len(stages) > 1 else (self.role,)
+
+    @property
     def pid(self) -> int:
         assert self.process is not None
         return self.process.pid
@@ -178,6 +184,7 @@ class Cluster:
     Args:
         checkpoint: folder of the model.
         counts: processes of each stage; default one each.
+        groups: in place of the counts, what each process hosts ("prefill+decode").
         settings: configuration for all, as ``--set`` takes it.
         environ: additional environment by role (``{"encode": {"EPD_FAULTS": ...}}``).
         nodes: where the workers of a role run. Without one they are on loopback, which
@@ -190,6 +197,7 @@ class Cluster:
         folder: Path,
         checkpoint: Path = DEMO_CHECKPOINT,
         counts: Mapping[str, int] | None = None,
+        groups: Sequence[str] = (),
         settings: Mapping[str, object] | None = None,
         environ: Mapping[str, Mapping[str, str]] | None = None,
         nodes: Mapping[str, Node] | None = None,
@@ -206,8 +214,9 @@ class Cluster:
         counts = dict.fromkeys(STAGES, 1) | dict(counts or {})
         ports = ("http_port", "grpc_port")
         self.gateway = self._worker(GATEWAY, 0, {f"gateway.{port}": "0" for port in ports})
+        roles = list(groups) or [stage for stage in STAGES for _ in range(counts[stage])]
         self.workers = [
-            self._worker(stage, index, {}) for stage in STAGES for index in range(counts[stage])
+            self._worker(role, roles[:place].count(role), {}) for place, role in enumerate(roles)
         ]
 
     def _worker(self, role: str, index: int, settings: dict[str, str]) -> Worker:
@@ -247,7 +256,8 @@ class Cluster:
         return str(request(self.address, "/v1/models").json["data"][0]["id"])
 
     def worker(self, role: str, index: int = 0) -> Worker:
-        return next(m for m in self.members if m.role == role and m.index == index)
+        """The process that hosts `role`, among those with the same stages the `index`-th."""
+        return next(m for m in self.members if role in m.hosted and m.index == index)
 
     def start(self) -> Cluster:
         """Start all at once; returns when the gateway says that every stage has a worker."""
@@ -304,9 +314,10 @@ class Cluster:
             if not member.alive:
                 continue
             state = member.debug_state()
-            for key in MUST_BE_ZERO[member.role]:
-                if state.get(key) != 0:
-                    found.append(f"{member.role}-{member.index}: {key} is {state.get(key)}")
+            for role, counts in state.get("stages", {member.role: state}).items():
+                for key in MUST_BE_ZERO[role]:
+                    if counts.get(key) != 0:
+                        found.append(f"{member.role}-{member.index}: {key} is {counts.get(key)}")
             if state["tasks"] > self._idle_tasks[member.role]:
                 more = state["tasks"] - self._idle_tasks[member.role]
                 found.append(f"{member.role}-{member.index}: {more} tasks more than at the start")

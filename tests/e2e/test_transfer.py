@@ -24,6 +24,7 @@ import pytest_asyncio
 
 from epd.config import TransferConfig
 from epd.errors import EpdError, ErrorKind
+from epd.transfer import metrics
 from epd.transfer.checksum import checksum, verify_at
 from epd.transfer.contract import Peer
 from epd.transfer.driver import ReadFailed
@@ -448,3 +449,34 @@ async def test_a_stuck_engine_is_seen_and_does_not_stop_the_process(owner: PeerP
         await asyncio.sleep(3)
         assert victim.ask("health")["stuck"]
         assert victim.ask("close", bound_s=0.2) is False
+
+
+async def test_an_engine_reads_its_own_memory_by_a_copy(reader: Reader) -> None:
+    """As colocated stages do: no Mooncake, but registered memory only, and counted apart."""
+    memory, engine = reader.memory, reader.engine
+    length = 5 << 20  # more than is copied in one go
+    moved = metrics.LOCAL_BYTES.labels("kv")._value.get()
+    through_mooncake = metrics.BYTES.labels("kv")._value.get()
+    source = Memory(length)
+    source.bytes[:] = content(SEED, length)
+    engine.register(source.address, length, source)
+    piece = Piece(memory.address, source.address, length)
+    stats = await engine.read(engine.peer, "f00d", [piece], memory, 5.0, kind="kv")
+    assert stats.nbytes == length
+    assert memory.bytes[:length] == source.bytes[:]
+    assert metrics.LOCAL_BYTES.labels("kv")._value.get() == moved + length
+    assert metrics.BYTES.labels("kv")._value.get() == through_mooncake
+    for start in (source.address + 1, source.address - 1):
+        outside = Piece(memory.address, start, length)
+        with pytest.raises(EpdError) as failed:
+            await engine.read(engine.peer, "f00d", [outside], memory, 5.0)
+        assert failed.value.kind is ErrorKind.TRANSFER_FAILED
+
+
+async def test_another_life_on_the_same_address_is_no_copy(reader: Reader) -> None:
+    engine = reader.engine
+    other = replace(engine.peer, epoch=engine.peer.epoch + 1)
+    piece = Piece(reader.memory.address, reader.memory.address + 4096, 64)
+    with pytest.raises(EpdError) as failed:
+        await engine.read(other, "f00d", [piece], reader.memory, 5.0)
+    assert failed.value.kind is ErrorKind.CONTRACT_MISMATCH

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from epd import host
-from epd.config import Config
-from epd.errors import invalid
+from epd.config import Config, load_config
+from epd.cpus import joined
+from epd.errors import EpdError, invalid
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -131,3 +132,24 @@ def test_ctrl_c_drains_and_the_process_ends_at_once(number: int) -> None:
     rest, _ = process.communicate(timeout=20)
     assert process.returncode == 0
     assert rest.splitlines() == ["drained", "exit functions run"]
+
+
+def test_several_stages_have_the_largest_number_of_threads_and_all_their_cores() -> None:
+    config = load_config(
+        None,
+        {"model.threads": 1, "prefill.threads": 2, "prefill.cpus": "0", "decode.cpus": "1"},
+        {},
+    )
+    assert config.for_stages(["prefill", "decode"]).model.threads == 2
+    assert config.for_stages(["encode", "decode"]).model.threads == 1
+    assert joined(["0", "1-2"]) == "0,1-2"
+    assert joined(["0", ""]) == "", "encode may run anywhere, so this process may"
+
+
+def test_stages_that_share_weights_can_not_want_different_ones() -> None:
+    from epd.jobs import Stage
+    from epd.runtime.resources import Resources
+
+    config = load_config(None, {"model.quantize": "int8-decode"}, {})
+    with pytest.raises(EpdError, match="share them"):
+        _ = Resources(config, [Stage.PREFILL, Stage.DECODE]).lm

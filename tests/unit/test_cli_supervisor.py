@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from epd import child as child_module
-from epd.config import load_config
-from epd.supervisor import Supervisor
+from epd.config import ServeConfig, load_config
+from epd.errors import EpdError
+from epd.supervisor import Supervisor, planned
 
 STAND_IN = """
 import http.server, json, os, signal, sys, time
@@ -238,3 +239,40 @@ def _runs(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"decode": 2}, [("encode", 0), ("prefill", 0), ("decode", 0), ("decode", 1)]),
+        ({"stages": ["encode+prefill+decode"]}, [("encode+prefill+decode", 0)]),
+        (
+            {"stages": ["encode", "decode + prefill", "decode", "prefill+decode"]},
+            [("encode", 0), ("prefill+decode", 0), ("decode", 0), ("prefill+decode", 1)],
+        ),
+    ],
+    ids=["counts", "monolithic", "mixed"],
+)
+def test_the_processes_of_a_service(
+    settings: dict[str, object], expected: list[tuple[str, int]]
+) -> None:
+    assert planned(ServeConfig.model_validate(settings)) == expected
+
+
+@pytest.mark.parametrize(
+    ("stages", "reason"),
+    [
+        (["encode+decode"], "no process hosts prefill"),
+        (["prefill+prefill", "decode"], "twice"),
+        (["prefill+gateway", "decode"], "the stages are"),
+        (["prefill+", "decode"], "the stages are"),
+    ],
+)
+def test_a_service_that_can_not_work_is_refused(stages: list[str], reason: str) -> None:
+    with pytest.raises(EpdError, match=reason):
+        planned(ServeConfig.model_validate({"stages": stages}))
+
+
+def test_several_stages_are_one_command() -> None:
+    line = child_module.command_line("prefill+decode", {"a.b": "1"})
+    assert line[-5:] == ["worker", "--stages", "prefill+decode", "--set", "a.b=1"]

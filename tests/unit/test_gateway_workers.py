@@ -224,3 +224,27 @@ def test_an_overloaded_home_is_passed_over() -> None:
     assert router.for_digest(busy, b"picture").name != home.name
     even = [Candidate(c.name, 10) for c in idle]
     assert router.for_digest(even, b"picture").name == home.name
+
+
+def test_decode_is_rather_where_prefill_is(registry: Registry) -> None:
+    both = registry.join(card("b:1", stages=frozenset({Stage.PREFILL, Stage.DECODE})))
+    alone = registry.join(card("d:1"))
+    assert {registry.choose(Stage.DECODE, near=both) for _ in range(5)} == {both}
+    both.running = 6  # far more than its share
+    assert registry.choose(Stage.DECODE, near=both) is alone
+    both.running = 0
+    assert registry.choose(Stage.DECODE, [both], near=both) is alone
+    prefill = registry.join(card("p:1", Stage.PREFILL))
+    both.running = alone.running = 2
+    assert registry.choose(Stage.DECODE, near=prefill) in (both, alone)
+
+
+def test_a_draining_process_keeps_the_requests_that_it_prefills(registry: Registry) -> None:
+    both = registry.join(card("b:1", stages=frozenset({Stage.PREFILL, Stage.DECODE})))
+    both.draining = True
+    assert registry.choose(Stage.DECODE, near=both) is both
+    with pytest.raises(EpdError):
+        registry.choose(Stage.DECODE)
+    both.gone = True
+    with pytest.raises(EpdError):
+        registry.choose(Stage.DECODE, near=both)

@@ -17,7 +17,8 @@ from epd.config import Config, load_config
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from epd.runtime import stage as stage_module
-from epd.runtime.stage import Description, Load, serve_worker
+from epd.runtime.group import Description, Load
+from epd.runtime.stage import Part, serve_parts
 from epd.runtime.steps import StepLoop
 from epd.runtime.streams import Streams
 
@@ -82,7 +83,7 @@ async def running(
     worker: IdleWorker, capsys: pytest.CaptureFixture[str], grace_s: float = 1.0
 ) -> AsyncIterator[tuple[asyncio.Task[None], str]]:
     serving = asyncio.create_task(
-        serve_worker(config(grace_s), worker, "epd.v1.Decode", lambda server: None, 1 << 20)
+        serve_parts(config(grace_s), [Part(worker, "epd.v1.Decode", lambda server: None, 1 << 20)])
     )
     out = ""
     async with asyncio.timeout(5):
