@@ -1,18 +1,21 @@
 """The memory of a worker's KV cache: one buffer, registered once.
 
 The pool owns its memory for as long as it lives and never moves it; the transfer
-engine registers `address(0)` .. `+ nbytes`. Which block belongs to whom is
+engine registers `address(0)` .. `+ nbytes`. On a device that is a mirror in pinned host
+memory (`epd.kv.mirror`): `to_peers` and `from_peers` carry blocks between the two, and
+are nothing where the pool itself is host memory. Which block belongs to whom is
 `epd.kv.blocks`' business.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from epd.kv.layout import KvLayout, LayerShape
-
-PAGE_BYTES = 4096
+from epd.kv.mirror import PAGE_BYTES, HostMirror
 
 
 class KvPool:
@@ -21,22 +24,36 @@ class KvPool:
     CPU memory is page-aligned and written once here, so that the process's resident
     size is what it will be under load and no first request pays for page faults.
     Zeros, too: bytes that were never written are finite numbers.
+
+    `mirrored`: see above; None: on every device but the CPU. `spare` blocks more lie
+    behind the last, for rows that only fill up a batch; peers don't see them.
     """
 
     def __init__(
-        self, layout: KvLayout, num_blocks: int, device: str | torch.device = "cpu"
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        device: str | torch.device = "cpu",
+        *,
+        mirrored: bool | None = None,
+        spare: int = 0,
     ) -> None:
         assert num_blocks > 0
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = torch.device(device)
         self.nbytes = num_blocks * layout.block_bytes
-        self._memory = torch.zeros(self.nbytes + PAGE_BYTES, dtype=torch.uint8, device=self.device)
+        self._places = num_blocks + spare
+        whole = self._places * layout.block_bytes
+        self._memory = torch.zeros(whole + PAGE_BYTES, dtype=torch.uint8, device=self.device)
         start = -self._memory.data_ptr() % PAGE_BYTES
-        self.bytes = self._memory[start : start + self.nbytes].view(num_blocks, layout.block_bytes)
+        everything = self._memory[start : start + whole]
+        everything.fill_(0)  # zeros() may map untouched pages; this touches them
+        self.bytes = everything[: self.nbytes].view(num_blocks, layout.block_bytes)
         """[num_blocks, block_bytes] uint8, contiguous."""
-        self.bytes.fill_(0)  # zeros() may map untouched pages; this touches them
-        self._elements = self.bytes.view(-1).view(getattr(torch, layout.dtype))
+        staged = self.device.type != "cpu" if mirrored is None else mirrored
+        self._mirror = HostMirror(self.bytes) if staged else None
+        self._elements = everything.view(getattr(torch, layout.dtype))
         self._k = [self._view(layout.k_offset(i), s.heads, s.k_dim) for i, s in self._layers]
         self._v = [self._view(layout.v_offset(i), s.heads, s.v_dim) for i, s in self._layers]
 
@@ -46,27 +63,42 @@ class KvPool:
 
     def _view(self, offset: int, heads: int, dim: int) -> Tensor:
         tokens = self.layout.block_tokens
-        size = (self.num_blocks, tokens, heads, dim)
+        size = (self._places, tokens, heads, dim)
         stride = (self.layout.block_elements, heads * dim, dim, 1)
         return self._elements.as_strided(size, stride, self._elements.storage_offset() + offset)
 
     def k(self, layer: int) -> Tensor:
-        """Keys, [num_blocks, block_tokens, heads, k_dim]; a view, strided by block."""
+        """Keys, [num_blocks + spare, block_tokens, heads, k_dim]; a view, strided by block."""
         return self._k[layer]
 
     def v(self, layer: int) -> Tensor:
-        """Values, [num_blocks, block_tokens, heads, v_dim]; a view, strided by block."""
+        """Values, [num_blocks + spare, block_tokens, heads, v_dim]; a view, strided by block."""
         return self._v[layer]
 
+    @property
+    def peers_bytes(self) -> Tensor:
+        """[num_blocks, block_bytes] uint8 on the host: what peers read, and reads fill."""
+        return self.bytes if self._mirror is None else self._mirror.bytes
+
     def address(self, block: int) -> int:
-        """Where the block starts, for transfer descriptors."""
+        """Where the block starts for peers, for transfer descriptors."""
         assert 0 <= block < self.num_blocks
-        return self.bytes.data_ptr() + block * self.layout.block_bytes
+        return self.peers_bytes.data_ptr() + block * self.layout.block_bytes
 
     def block_bytes_view(self, block: int) -> Tensor:
-        """The block's own bytes, [block_bytes] uint8; a view."""
+        """The block's bytes as peers see them, [block_bytes] uint8; a view."""
         assert 0 <= block < self.num_blocks
-        return self.bytes[block]
+        return self.peers_bytes[block]
+
+    def to_peers(self, blocks: Sequence[int]) -> None:
+        """Before blocks are summed and announced: let peers see what was computed."""
+        if self._mirror is not None:
+            self._mirror.to_host(blocks)
+
+    def from_peers(self, blocks: Sequence[int]) -> None:
+        """Before blocks that were read are used: let the model see them."""
+        if self._mirror is not None:
+            self._mirror.to_device(blocks)
 
     def zero_tail(self, block: int, from_token: int) -> None:
         """Clear the places from `from_token` on, in every layer.

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from epd.kv.layout import KvLayout, LayerShape
-from epd.kv.pool import PAGE_BYTES, KvPool
+from epd.kv.mirror import PAGE_BYTES, runs
+from epd.kv.pool import KvPool
 
 UNIFORM = KvLayout(4, "float32", (LayerShape(2, 8, 8),) * 3)
 MIXED = KvLayout(4, "bfloat16", (LayerShape(2, 8, 8), LayerShape(1, 16, 4), LayerShape(3, 2, 6)))
@@ -93,3 +94,57 @@ def test_memory_is_resident_from_the_start() -> None:
     address, length = ctypes.c_void_p(pool.address(0)), ctypes.c_size_t(pool.nbytes)
     assert ctypes.CDLL(None, use_errno=True).mincore(address, length, resident) == 0
     assert all(page & 1 for page in resident)
+
+
+def _mirrored(blocks: int = 6) -> KvPool:
+    """As on a device, on the CPU: model and peers see different memory."""
+    return KvPool(KvLayout(4, "float32", (LayerShape(2, 3, 3),) * 2), blocks, mirrored=True)
+
+
+def test_a_mirrored_pool_shows_peers_what_was_sealed_and_nothing_else() -> None:
+    pool = _mirrored()
+    pool.k(0)[1:4] = 5.0
+    assert not pool.peers_bytes.any()
+    pool.to_peers([1, 2])
+    assert torch.equal(pool.block_bytes_view(1), pool.bytes[1])
+    assert torch.equal(pool.block_bytes_view(2), pool.bytes[2])
+    assert not pool.block_bytes_view(3).any()
+    assert pool.address(2) == pool.block_bytes_view(2).data_ptr() != pool.bytes[2].data_ptr()
+    assert pool.address(0) % 4096 == 0
+
+
+def test_a_mirrored_pool_computes_with_what_was_read_and_taken_over() -> None:
+    pool = _mirrored()
+    for block in (0, 3, 4):
+        pool.block_bytes_view(block).view(torch.float32).fill_(float(block + 1))
+    assert not pool.bytes.any()
+    pool.from_peers([4, 3])
+    assert (pool.v(1)[3] == 4.0).all()
+    assert (pool.k(0)[4] == 5.0).all()
+    assert not pool.k(0)[0].any()
+
+
+def test_without_a_mirror_there_is_one_memory() -> None:
+    pool = KvPool(KvLayout(4, "float32", (LayerShape(1, 2, 2),)), 2)
+    assert pool.peers_bytes.data_ptr() == pool.bytes.data_ptr()
+    pool.k(0)[1] = 3.0
+    pool.to_peers([1])
+    pool.from_peers([1])
+    assert (pool.block_bytes_view(1).view(torch.float32)[:8] == 3.0).all()
+
+
+def test_spare_blocks_lie_behind_those_of_peers() -> None:
+    pool = KvPool(KvLayout(4, "float32", (LayerShape(1, 2, 2),)), 2, spare=1)
+    pool.k(0)[2] = 7.0
+    pool.v(0)[2] = 7.0
+    assert pool.num_blocks == 2
+    assert pool.nbytes == 2 * pool.layout.block_bytes
+    assert not pool.peers_bytes.any()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "wanted"),
+    [([], []), ([3], [(3, 4)]), ([3, 4, 5, 9, 10, 1], [(3, 6), (9, 11), (1, 2)])],
+)
+def test_neighbours_are_one_copy(blocks: list[int], wanted: list[tuple[int, int]]) -> None:
+    assert runs(blocks) == wanted
