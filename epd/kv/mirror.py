@@ -33,7 +33,7 @@ class HostMirror:
         self.bytes = memory[start : start + device.numel()].view(device.shape)
         """[num_blocks, block_bytes] uint8 on the host, page-aligned."""
         self.bytes.fill_(0)  # touch every page now
-        self._stream = torch.cuda.Stream(device.device) if cuda else None
+        self._stream = torch.cuda.Stream(device.device) if cuda else None  # type: ignore[no-untyped-call]
 
     def to_host(self, blocks: Sequence[int]) -> None:
         """After all that was queued on the current stream, a forward that writes them."""
@@ -50,7 +50,7 @@ class HostMirror:
             for start, stop in runs(blocks):
                 to[start:stop].copy_(source[start:stop], non_blocking=True)
         if self._stream is not None:
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
             done.synchronize()
 
