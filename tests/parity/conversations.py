@@ -24,6 +24,13 @@ THREE_IMAGES = conversation(
 )
 CASES = {"text": TEXT, "one image": ONE_IMAGE, "three images": THREE_IMAGES}
 
+ALONE = [
+    conversation("what is this assistant please describe hello user world"),
+    conversation("describe", None, "hello", seed=5),
+    conversation(None, "what", None, "is this", None, "please", seed=7),
+]
+"""The same kinds, but none of them begins like one of the others."""
+
 CONCURRENT = [
     TEXT,
     ONE_IMAGE,

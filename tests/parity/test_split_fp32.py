@@ -11,7 +11,7 @@ import torch
 
 from tests.parity.conversations import CASES, CONCURRENT, THREE_IMAGES, Conversation
 from tests.parity.split import WHOLE, Request, Split
-from tests.tiny import FAMILIES, Reference, reference_generate
+from tests.tiny import FAMILIES, Reference, reference_forced, reference_generate
 
 TOLERANCE = 1e-4
 NEW_TOKENS = 12
@@ -59,7 +59,7 @@ def test_split_equals_generate(split: Split, path: Path, case: Conversation, chu
     _compare(request, reference)
 
 
-@pytest.mark.parametrize("chunk", [7, WHOLE])
+@pytest.mark.parametrize("chunk", [1, 7, 64, WHOLE])
 def test_eight_concurrent_requests(split: Split, path: Path, chunk: int) -> None:
     pairs = [_request(split, path, case) for case in CONCURRENT]
     assert len({len(request.prompt_ids) for request, _ in pairs}) >= len(pairs) - 1
@@ -124,14 +124,7 @@ def test_generated_placeholder_is_an_ordinary_token(
     """A random model samples the image token id now and then; no image belongs to it."""
     image = split.prefill.lm.spec.image_token_id
     forced = [5, image, 7, image, image, 9]
-    reference = reference_generate(
-        path,
-        *case,
-        max_new_tokens=len(forced),
-        eos_token_id=None,
-        logits_processor=[_Force(forced)],
-    )
-    assert reference.ids == forced
+    reference = reference_forced(path, *case, forced)
     alone, again, beside = (split.request(reference.prompt_ids, case[1], forced) for _ in range(3))
     split.run([alone], WHOLE)
     assert (torch.stack(alone.logits) - reference.logits).abs().max() < TOLERANCE
@@ -141,18 +134,6 @@ def test_generated_placeholder_is_an_ordinary_token(
     assert (rows[prompt - 1 : -1] - reference.logits).abs().max() < TOLERANCE
     for request in (again, beside):
         split.prefill.free(request)
-
-
-class _Force:
-    """A logits processor that lets generate() choose the given tokens, one after another."""
-
-    def __init__(self, ids: list[int]) -> None:
-        self._rest = iter(ids)
-
-    def __call__(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        forced = torch.full_like(scores, float("-inf"))
-        forced[:, next(self._rest)] = 0.0
-        return forced
 
 
 def test_exact_mode_equals_generate_too(path: Path) -> None:

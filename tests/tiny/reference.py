@@ -93,3 +93,34 @@ def reference_generate(
     prompt_ids = inputs["input_ids"][0].tolist()
     ids = output.sequences[0, len(prompt_ids) :].tolist()
     return Reference(ids, prompt_ids, torch.cat(output.logits).float())
+
+
+def reference_forced(
+    path: str | Path,
+    messages: Sequence[dict[str, Any]],
+    images: Sequence[Image.Image],
+    ids: Sequence[int],
+) -> Reference:
+    """Teacher forcing: the whole model's logits at each of `ids`, given those before it."""
+    forced = reference_generate(
+        path,
+        messages,
+        images,
+        max_new_tokens=len(ids),
+        eos_token_id=None,
+        logits_processor=[_Force(ids)],
+    )
+    assert forced.ids == list(ids)
+    return forced
+
+
+class _Force:
+    """A logits processor that lets generate() choose the given tokens, one after another."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._rest = iter(ids)
+
+    def __call__(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, float("-inf"))
+        forced[:, next(self._rest)] = 0.0
+        return forced
