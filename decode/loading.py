@@ -7,21 +7,22 @@ from collections.abc import Sequence
 from decode.ticket import Ticket
 from epd.errors import invalid
 from epd.handoff import kv_contract
-from epd.kv.pool import KvPool
+from epd.kv.store import KvStore
 from epd.models.spec import ModelSpec
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.streams import Stopwatch
-from epd.transfer.contract import Handle, mismatch
+from epd.transfer.contract import Handle, Span, mismatch
 from epd.transfer.pieces import Piece
 
 
 class KvReader:
-    """Fills blocks of `pool` from other workers' pools."""
+    """Fills blocks of `kv` from other workers' pools; what it read and verified is cached."""
 
-    def __init__(self, spec: ModelSpec, pool: KvPool, memory: OwnedMemory) -> None:
+    def __init__(self, spec: ModelSpec, kv: KvStore, memory: OwnedMemory) -> None:
         self._spec = spec
-        self._pool = pool
-        self._layout = pool.layout
+        self._pool = kv.pool
+        self._prefix = kv.prefix
+        self._layout = kv.layout
         self._memory = memory
 
     def announced(self, ticket: Ticket, first_block: int, handle: Handle, tokens: int) -> None:
@@ -44,29 +45,42 @@ class KvReader:
         ticket.pending.append(handle)
         ticket.arrived.set()
 
-    async def load(self, ticket: Ticket, blocks: Sequence[int]) -> None:
+    async def load(self, ticket: Ticket, blocks: Sequence[int], cached: int) -> None:
         """Read what is announced, as it is announced, until the whole request is in
-        `blocks`, its table. They must not be reused before the engine says that no
-        read of `ticket.read_key` is under way.
+        `blocks`, its table; the first `cached` are there already. They must not be
+        reused before the engine says that no read of `ticket.read_key` is under way.
 
         Raises:
             EpdError: TRANSFER_FAILED, CHECKSUM_MISMATCH, CONTRACT_MISMATCH.
         """
+        ticket.loaded_blocks = cached
+        announced = 0
         while ticket.loaded_blocks < self._layout.blocks_for(ticket.total):
             await ticket.arrived.wait()
             ticket.arrived.clear()
             while ticket.pending:
                 handle = ticket.pending.popleft()
-                stop = ticket.loaded_blocks + len(handle.spans)
-                await self._read(ticket, blocks[ticket.loaded_blocks : stop], handle)
-                ticket.loaded_blocks = stop
+                first, announced = announced, announced + len(handle.spans)
+                here = ticket.loaded_blocks
+                if here < announced:
+                    spans = handle.spans[here - first :]
+                    await self._read(ticket, blocks[here:announced], handle, spans)
+                    self._cache(ticket, blocks, here, announced)
+                    ticket.loaded_blocks = announced
 
-    async def _read(self, ticket: Ticket, blocks: Sequence[int], handle: Handle) -> None:
-        """Copy the handle's blocks, in order, into `blocks`, and verify each."""
+    def _cache(self, ticket: Ticket, blocks: Sequence[int], first: int, stop: int) -> None:
+        """Only full blocks have a hash: the last one will be written to."""
+        hashes = ticket.chain.hashes[first:stop]
+        self._prefix.insert(hashes, blocks[first : first + len(hashes)])
+
+    async def _read(
+        self, ticket: Ticket, blocks: Sequence[int], handle: Handle, spans: Sequence[Span]
+    ) -> None:
+        """Copy `spans` of the handle, in order, into `blocks`, and verify each."""
         watch = Stopwatch()
         pieces = [
             Piece(self._pool.address(block), span.address, span.length)
-            for block, span in zip(blocks, handle.spans, strict=True)
+            for block, span in zip(blocks, spans, strict=True)
         ]
         stats = await self._memory.engine.read(
             handle.owner,
@@ -77,7 +91,7 @@ class KvReader:
             kind="kv",
             key=ticket.read_key,
         )
-        read = [(p.local, span) for p, span in zip(pieces, handle.spans, strict=True)]
+        read = [(p.local, span) for p, span in zip(pieces, spans, strict=True)]
         await self._memory.verify("kv", read, "KV blocks")
         ticket.transfer_ms += watch.ms
         ticket.transfer_bytes += stats.nbytes

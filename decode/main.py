@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from decode.service import DecodeService
-from decode.worker import DecodeWorker, num_blocks
+from decode.worker import DecodeWorker
+from epd.jobs import Stage
 from epd.rpc.jobs import ModelFacts
 from epd.rpc.server import Server
 from epd.runtime.context import max_context
+from epd.runtime.kv import make_store, num_blocks
 from epd.runtime.resources import Resources
 from epd.runtime.stage import Part
 from protos.epd.v1 import decode_pb2_grpc
@@ -20,9 +22,10 @@ async def build(shared: Resources) -> Part:
             the message says why.
     """
     config, lm, memory = shared.config, shared.lm, shared.memory
-    pool_tokens = num_blocks(config) * config.kv.block_tokens
+    pool_tokens = num_blocks(config, Stage.DECODE) * config.kv.block_tokens
     context = max_context(config, lm.spec, pool_tokens)
-    worker = DecodeWorker(config, lm, memory, context, shared.thread)
+    kv = make_store(config, Stage.DECODE, lm, memory)
+    worker = DecodeWorker(config, lm, memory, kv, context, shared.thread)
     worker.warm_up()
     facts = ModelFacts(
         fingerprint=lm.spec.fingerprint,

@@ -6,7 +6,7 @@
 
 Invariants
     reservation     blocks of the whole prompt and one more, all or nothing, in the
-                    order of `announced`
+                    order of `announced`; those of a cached prefix are shared
     fits alone      a request's largest KV fits an empty pool (checked by `admit`)
     growth          one block at a time; when none is free the youngest holder leaves,
                     so the oldest always goes on
@@ -16,13 +16,14 @@ Invariants
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from epd.errors import EpdError, ErrorKind
 from epd.kv.blocks import BlockAllocator
+from epd.kv.prefix import PrefixCache
 
 
 class _State(Enum):
@@ -51,12 +52,22 @@ class Step:
     preempted: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Block table of a request that may read now; the first `cached` need no reading."""
+
+    key: int
+    blocks: tuple[int, ...]
+    cached: int
+
+
 @dataclass(slots=True)
 class _Sequence:
     key: int
     age: tuple[float, int]  # first arrival, then key: smaller is older
     kv_tokens: int
     most_blocks: int
+    hashes: tuple[bytes, ...]
     state: _State = _State.JOINED
     blocks: list[int] = field(default_factory=list)
     gone: bool = False  # left during the running step
@@ -68,11 +79,13 @@ class Scheduler:
     def __init__(
         self,
         blocks: BlockAllocator,
+        prefix: PrefixCache,
         block_tokens: int,
         max_running: int,
         max_queue: int,
     ) -> None:
         self._blocks = blocks
+        self._prefix = prefix
         self._block_tokens = block_tokens
         self._max_running = max_running
         self._max_queue = max_queue
@@ -96,10 +109,17 @@ class Scheduler:
         """Whether a step could do something now (one that runs already included)."""
         return self._count(_State.RUNNING) > 0
 
-    def admit(self, key: int, kv_tokens: int, most_tokens: int, arrival: float) -> None:
+    def admit(
+        self,
+        key: int,
+        kv_tokens: int,
+        most_tokens: int,
+        arrival: float,
+        hashes: Sequence[bytes] = (),
+    ) -> None:
         """A request joins: `kv_tokens` come from prefill, `most_tokens` is all the KV
         that it can ever need. `arrival` decides who is youngest; a request that was
-        preempted keeps its first one.
+        preempted keeps its first one. `hashes` name the full blocks of `kv_tokens`.
 
         Raises:
             EpdError: CONTEXT_LENGTH_EXCEEDED if it can't fit even an empty pool,
@@ -119,7 +139,7 @@ class Scheduler:
                 f"{self._max_queue} requests are waiting already",
                 retry_after_s=1.0,
             )
-        self._all[key] = _Sequence(key, (arrival, key), kv_tokens, most)
+        self._all[key] = _Sequence(key, (arrival, key), kv_tokens, most, tuple(hashes))
 
     def announced(self, key: int) -> None:
         """Its first blocks can be read: it may reserve from now on."""
@@ -128,26 +148,26 @@ class Scheduler:
             sequence.state = _State.WAITING
             self._queue.append(sequence)
 
-    def reserve(self) -> list[int]:
+    def reserve(self) -> list[Place]:
         """Give WAITING requests their blocks, first come first served.
 
         Keeps one free block for each running sequence, so that a newcomer is not
-        preempted at once. Returns the keys that may read now.
+        preempted at once. Returns who may read now.
         """
-        admitted: list[int] = []
+        admitted: list[Place] = []
         while self._queue and self.running < self._max_running:
             head = self._queue[0]
             need = min(self._blocks_for(head.kv_tokens) + 1, head.most_blocks)
-            if not self._take(head, need, self._count(_State.RUNNING)):
+            spare = self._count(_State.RUNNING)
+            reserved = self._prefix.reserve(head.hashes, need, spare)
+            if reserved is None:
                 break
+            self._prefix.taken(reserved)
             self._queue.popleft()
             head.state = _State.LOADING
-            admitted.append(head.key)
+            head.blocks = reserved.blocks
+            admitted.append(Place(head.key, tuple(reserved.blocks), reserved.cached))
         return admitted
-
-    def blocks(self, key: int) -> Sequence[int]:
-        """Block table of a request that holds blocks."""
-        return tuple(self._all[key].blocks)
 
     def start(self, key: int) -> None:
         """All its KV is here and the first token is known. Ignored once preempted."""
@@ -201,17 +221,11 @@ class Scheduler:
     def _by_age(self, *states: _State) -> list[_Sequence]:
         return sorted((s for s in self._all.values() if s.state in states), key=lambda s: s.age)
 
-    def _take(self, sequence: _Sequence, count: int, spare: int = 0) -> bool:
-        """Allocate `count` blocks if `spare` more are free too."""
-        if self._blocks.free_count < count + spare:
-            return False
-        sequence.blocks += self._blocks.allocate(count)
-        return True
-
     def _grow(self, sequence: _Sequence, preempted: list[int]) -> bool:
         """Whether the sequence has a place for its next token; makes one if it must."""
         while len(sequence.blocks) * self._block_tokens <= sequence.kv_tokens:
-            if self._take(sequence, 1):
+            if self._blocks.free_count:
+                sequence.blocks += self._blocks.allocate(1)
                 continue
             if self._count(_State.LEAVING):
                 return False  # blocks are on their way
@@ -236,8 +250,10 @@ class Scheduler:
             self._blocks.free(blocks)
 
     def check_integrity(self) -> None:
-        held = [b for s in {**self._in_step, **self._all}.values() for b in s.blocks]
-        assert len(set(held)) == len(held), "two sequences hold one block"
+        held = Counter(b for s in {**self._in_step, **self._all}.values() for b in s.blocks)
+        for block, holders in held.items():
+            assert self._blocks.references(block) >= holders, f"block {block} is held, and free"
+            assert holders == 1 or self._prefix.knows(block), "two sequences hold one block"
         assert all(s.state is _State.WAITING for s in self._queue)
         for sequence in self._by_age(_State.JOINED, _State.WAITING):
             assert not sequence.blocks

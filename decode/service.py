@@ -37,7 +37,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         message: pb.DecodeJob = await first_job(context)
         with self._worker.streams.open() as fail:
             job = decode_job_from_proto(message, self._facts)
-            ticket = self._worker.submit(job, await self._worker.compile(job))
+            ticket = await self._worker.submit(job)
             fail.append(ticket.events.close)
             try:
                 async with deadline(context, self._deadline_s):

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from epd.jobs import DecodeJob, FinishReason, SampledToken, StageTiming
+from epd.kv.prefix import BlockChain
 from epd.runtime.mailbox import Mailbox
 from epd.runtime.streams import Stopwatch
 from epd.sampling.state import SamplerState
@@ -54,6 +55,8 @@ class Ticket:
     key: int
     job: DecodeJob
     sampler: SamplerState
+    chain: BlockChain
+    """Hashes of its full blocks; grows with what decode computes."""
     since: Stopwatch = field(default_factory=Stopwatch)
 
     # KV on its way
@@ -63,6 +66,7 @@ class Ticket:
     announced_blocks: int = 0
     announced_tokens: int = 0
     loaded_blocks: int = 0
+    """That are here: cached ones, and those read and verified."""
     loader: asyncio.Task[None] | None = None
     fetched: bool = False
 

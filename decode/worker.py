@@ -8,8 +8,10 @@ One request's life:
               +-- cancel -> ReadsTerminal    +-- preempted: OVERLOADED, to be
                                                  prefilled again
 
-Who owns what: the pool owns all bytes; the scheduler holds each request's blocks.
-They are freed when no read writes into them and no running step uses them.
+Who owns what: the pool owns all bytes; the scheduler holds each request's blocks,
+those of a cached prefix together with others. They are freed when no read writes into
+them and no running step uses them. The prefix cache keeps full blocks, from when they
+were read and verified or a step filled them, and holds none.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from collections.abc import Mapping
 
 from decode.forward import Runner
 from decode.loading import KvReader
-from decode.scheduler import Scheduler, Slot
+from decode.scheduler import Place, Scheduler, Slot
 from decode.ticket import Admitted, Finished, KvFetched, ReadsTerminal, Ticket, TokenMade
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind, invalid
 from epd.jobs import DecodeJob, FinishReason, SampledToken, Stage
-from epd.kv.blocks import BlockAllocator
-from epd.kv.pool import KvPool
+from epd.kv.prefix import BlockChain
+from epd.kv.store import KvStore
 from epd.models.lm import LanguageModel
 from epd.obs import metrics
 from epd.rpc.status import internal
@@ -36,7 +38,7 @@ from epd.runtime.isolate import run_isolated
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.steps import EngineThread, StepLoop
 from epd.runtime.streams import Stopwatch, Streams
-from epd.sampling.grammar import Grammars, Matcher
+from epd.sampling.grammar import Grammars
 from epd.sampling.params import validate
 from epd.sampling.state import SamplerState
 from epd.transfer.contract import Handle, mismatch
@@ -54,6 +56,7 @@ class DecodeWorker:
         config: Config,
         lm: LanguageModel,
         memory: OwnedMemory,
+        kv: KvStore,
         max_context: int,
         thread: EngineThread | None = None,
     ) -> None:
@@ -63,19 +66,18 @@ class DecodeWorker:
         self.memory = memory
         self._max_context = max_context
         self._layout = lm.kv_layout
-        self._pool = KvPool(lm.kv_layout, num_blocks(config), lm.device)
-        memory.register(self._pool.address(0), self._pool.nbytes, self._pool)
-        self._blocks = BlockAllocator(self._pool.num_blocks)
+        self._kv = kv
         self._scheduler = Scheduler(
-            self._blocks,
+            kv.blocks,
+            kv.prefix,
             self._layout.block_tokens,
             config.decode.max_running,
             config.decode.max_queue,
         )
-        self._runner = Runner(lm, self._pool)
+        self._runner = Runner(lm, kv.pool)
         spec = self.spec
         self._grammars = Grammars(spec.path, spec.vocab_size, spec.eos_token_ids)
-        self._reader = KvReader(self.spec, self._pool, memory)
+        self._reader = KvReader(self.spec, kv, memory)
         self._tickets: dict[int, Ticket] = {}
         self._next_key = 0
         self._background: set[asyncio.Task[None]] = set()
@@ -88,16 +90,7 @@ class DecodeWorker:
 
     # -- one request --------------------------------------------------------
 
-    async def compile(self, job: DecodeJob) -> Matcher | None:
-        """The job's grammar after the output so far; for `submit`.
-
-        Raises:
-            EpdError: the grammar can't be used.
-        """
-        output = job.token_ids[job.prompt_length :]
-        return await self._grammars.compile(job.sampling.grammar, output)
-
-    def submit(self, job: DecodeJob, matcher: Matcher | None = None) -> Ticket:
+    async def submit(self, job: DecodeJob) -> Ticket:
         """Check and join a request; `close` the ticket whatever happens then.
 
         Raises:
@@ -110,14 +103,26 @@ class DecodeWorker:
         left = job.sampling.max_tokens - (total - job.prompt_length)
         if left < 1:
             raise invalid("everything is generated already", "job.sampling.max_tokens")
+        prompt, output = job.token_ids[: job.prompt_length], job.token_ids[job.prompt_length :]
+        matcher = await self._grammars.compile(job.sampling.grammar, output)
+        chain = await asyncio.to_thread(self._chain, job)
         key, self._next_key = self._next_key, self._next_key + 1
         # The last token's own KV is never needed.
         most = min(total + left - 1, self._max_context)
-        self._scheduler.admit(key, total, most, job.arrival_ms or time.time() * 1000)
-        prompt, output = job.token_ids[: job.prompt_length], job.token_ids[job.prompt_length :]
-        ticket = Ticket(key, job, SamplerState(job.sampling, prompt, output, matcher))
+        arrival = job.arrival_ms or time.time() * 1000
+        self._scheduler.admit(key, total, most, arrival, chain.hashes)
+        ticket = Ticket(key, job, SamplerState(job.sampling, prompt, output, matcher), chain)
         self._tickets[key] = ticket
         return ticket
+
+    def _chain(self, job: DecodeJob) -> BlockChain:
+        return self._kv.chain(
+            job.token_ids,
+            job.items,
+            image_token_id=self.spec.image_token_id,
+            prompt_length=job.prompt_length,
+            salt=job.salt,
+        )
 
     def kv_ready(self, ticket: Ticket, first_block: int, handle: Handle, tokens: int) -> None:
         """Blocks can be read; they are, as soon as their places are reserved.
@@ -131,7 +136,7 @@ class DecodeWorker:
             raise invalid("came after start", "kv_ready")
         self._reader.announced(ticket, first_block, handle, tokens)
         self._scheduler.announced(ticket.key)
-        self.steps.poke()
+        self._admit()  # now, not after the running step: reading overlaps with it
 
     def begin(self, ticket: Ticket, first: SampledToken, kv_tokens: int) -> None:
         """Start's words: all is announced, this is the first token.
@@ -161,10 +166,10 @@ class DecodeWorker:
             self._scheduler.start(ticket.key)
             self.steps.poke()
 
-    async def _load(self, ticket: Ticket) -> None:
+    async def _load(self, ticket: Ticket, place: Place) -> None:
         """Read blocks as they are announced, until all are here."""
         try:
-            await self._reader.load(ticket, self._scheduler.blocks(ticket.key))
+            await self._reader.load(ticket, place.blocks, place.cached)
         except EpdError as error:
             self._fail(ticket, error)
             return
@@ -227,12 +232,12 @@ class DecodeWorker:
     # -- steps --------------------------------------------------------------
 
     def _admit(self) -> None:
-        for key in self._scheduler.reserve():
-            ticket = self._tickets[key]
+        for place in self._scheduler.reserve():
+            ticket = self._tickets[place.key]
             ticket.queue_ms = ticket.since.ms
-            ticket.events.put(Admitted(0))
+            ticket.events.put(Admitted(place.cached * self._layout.block_tokens))
             name = f"load {ticket.job.request_id}"
-            ticket.loader = asyncio.create_task(self._load(ticket), name=name)
+            ticket.loader = asyncio.create_task(self._load(ticket, place), name=name)
 
     async def _step(self) -> bool:
         self._admit()
@@ -245,6 +250,8 @@ class DecodeWorker:
         work = [(slot, self._tickets[slot.key]) for slot in step.slots]
         watch = Stopwatch()
         results = await self._run(work)
+        for (slot, ticket), result in zip(work, results, strict=True):
+            self._keep(slot, ticket, result)
         self._scheduler.complete()
         for (_, ticket), result in zip(work, results, strict=True):
             ticket.run_ms += watch.ms
@@ -259,6 +266,16 @@ class DecodeWorker:
             len(work),
         )
         return list(results)
+
+    def _keep(self, slot: Slot, ticket: Ticket, result: SampledToken | EpdError) -> None:
+        """Cache the block that the step filled, if it did, whatever becomes of the request."""
+        if isinstance(result, EpdError):
+            self._kv.prefix.discard(ticket.chain.hashes)  # it may be the reason
+            return
+        known = len(ticket.chain.hashes)
+        ticket.chain.extend([ticket.last_id])
+        filled = ticket.chain.hashes[known:]
+        self._kv.prefix.insert(filled, slot.blocks[known : known + len(filled)])
 
     def _apply(self, ticket: Ticket, result: SampledToken | EpdError) -> None:
         if isinstance(result, EpdError):
@@ -297,13 +314,13 @@ class DecodeWorker:
             numerics_id=self._lm.numerics_id,
             kv_layout=self._layout.name,
             kv_block_shape=self._layout.block_shape,
-            kv_tokens=self._pool.num_blocks * self._layout.block_tokens,
+            kv_tokens=self._kv.blocks.num_blocks * self._layout.block_tokens,
             max_context=self._max_context,
             max_queue=self._config.decode.max_queue,
         )
 
     def load(self) -> Load:
-        free = self._blocks.free_count * self._layout.block_tokens
+        free = self._kv.blocks.free_count * self._layout.block_tokens
         return Load(self._scheduler.running, self._scheduler.waiting, free)
 
     def state(self) -> Mapping[str, object]:
@@ -312,8 +329,7 @@ class DecodeWorker:
             "waiting": self._scheduler.waiting,
             "running": self._scheduler.running,
             "tickets": len(self._tickets),
-            "kv_blocks_used": self._blocks.used,
-            "kv_blocks": self._blocks.num_blocks,
+            **self._kv.state(),
             "steps": self.steps.steps,
             "background": len(self._background),
             "tasks": len(asyncio.all_tasks()),
@@ -330,9 +346,9 @@ class DecodeWorker:
     def check_integrity(self) -> None:
         """Assert the bookkeeping; call it when idle or after a test."""
         self._scheduler.check_integrity()
-        self._blocks.check_integrity()
+        self._kv.check_integrity()
         if not self._tickets and not self.memory.engine.outstanding:
-            assert self._blocks.used == 0, "a block leaked"
+            assert self._kv.blocks.used == 0, "a block leaked"
 
     def start(self) -> asyncio.Task[None]:
         return self.steps.start()
@@ -341,8 +357,3 @@ class DecodeWorker:
         await self.steps.close()
         self._grammars.close()
         await self.memory.close()
-
-
-def num_blocks(config: Config) -> int:
-    """Blocks of decode's pool."""
-    return max(1, config.kv.decode_tokens // config.kv.block_tokens)

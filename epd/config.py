@@ -122,12 +122,19 @@ class PrefillConfig(_StageSection):
     landing_mib: int = Field(256, ge=1)
     """Registered memory that embeddings are read into."""
     max_queue: int = Field(256, ge=1)
+    prefix_cache: bool = True
+    """Keep computed KV blocks for later prompts that start alike. They take no memory
+    that a running request could use."""
 
 
 class DecodeConfig(_StageSection):
     max_running: int = Field(64, ge=1)
     """Most sequences in one forward."""
     max_queue: int = Field(256, ge=1)
+    prefix_cache: bool = True
+    """Keep KV blocks, read or made here, so that only those that lack are read: the next
+    turn of a conversation, another answer to the same prompt. They take no memory that a
+    running sequence could use."""
 
 
 class TransferConfig(_Section):

@@ -29,7 +29,8 @@ class Outcome:
     """What one chunk came to."""
 
     sums: tuple[int, ...] = ()
-    """Checksums of the blocks that this chunk filled (or ended), in order."""
+    """Checksums of the blocks sealed now, in order: those that this chunk filled, and
+    cached ones whose sum nobody knew."""
     tokens: tuple[SampledToken | EpdError, ...] = ()
     """After the last chunk: the first token of each choice."""
 
@@ -108,11 +109,9 @@ class Runner:
 
     def _seal(self, chunk: Chunk, ticket: Ticket) -> tuple[int, ...]:
         """Sums of the blocks that nothing will be written to any more."""
-        if not ticket.job.decode_follows:
-            return ()
         size = self._pool.layout.block_tokens
-        first, stop = chunk.start // size, chunk.end // size
-        if chunk.last and chunk.end % size:
+        first, stop = len(ticket.sums), chunk.end // size
+        if chunk.last and chunk.end % size and ticket.job.decode_follows:
             self._pool.zero_tail(ticket.blocks[stop], chunk.end % size)
             stop += 1
         views = (self._pool.block_bytes_view(block) for block in ticket.blocks[first:stop])

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from epd.handoff import kv_contract
-from epd.kv.blocks import BlockAllocator
-from epd.kv.pool import KvPool
+from epd.kv.store import KvStore
 from epd.models.spec import ModelSpec
 from epd.runtime.memory import OwnedMemory
 from epd.transfer.contract import Handle, Span
@@ -19,24 +18,24 @@ class KvLessor:
     def __init__(
         self,
         spec: ModelSpec,
-        pool: KvPool,
-        blocks: BlockAllocator,
+        kv: KvStore,
         memory: OwnedMemory,
         freed: Callable[[], None],
     ) -> None:
         self._spec = spec
-        self._pool = pool
-        self._blocks = blocks
+        self._pool = kv.pool
+        self._blocks = kv.blocks
         self._memory = memory
         self._freed = freed
 
     def announce(self, ticket: Ticket, computed: int) -> KvReady | None:
-        """Put newly sealed blocks under the ticket's lease; None if there are none.
+        """Put newly sealed blocks under the ticket's lease; None if there are none, or
+        nobody will read them.
 
         `computed` is how many tokens of the request have KV.
         """
         first, stop = ticket.announced, len(ticket.sums)
-        if first == stop:
+        if first == stop or not ticket.job.decode_follows:
             return None
         blocks = ticket.blocks[first:stop]
         nbytes = len(blocks) * self._pool.layout.block_bytes

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from epd.jobs import Stage
 from epd.rpc.jobs import ModelFacts
 from epd.rpc.server import Server
 from epd.runtime.context import max_context
+from epd.runtime.kv import make_store, num_blocks
 from epd.runtime.resources import Resources
 from epd.runtime.stage import Part
 from prefill.service import PrefillService
-from prefill.worker import PrefillWorker, num_blocks
+from prefill.worker import PrefillWorker
 from protos.epd.v1 import prefill_pb2_grpc
 
 
@@ -20,10 +22,11 @@ async def build(shared: Resources) -> Part:
             the message says why.
     """
     config, lm, memory = shared.config, shared.lm, shared.memory
-    pool_bytes = num_blocks(config) * lm.kv_layout.block_bytes
+    pool_bytes = num_blocks(config, Stage.PREFILL) * lm.kv_layout.block_bytes
     memory.may_quarantine(pool_bytes // 2)
     context = max_context(config, lm.spec)
-    worker = PrefillWorker(config, lm, memory, context, shared.thread)
+    kv = make_store(config, Stage.PREFILL, lm, memory)
+    worker = PrefillWorker(config, lm, memory, kv, context, shared.thread)
     worker.warm_up()
     facts = ModelFacts(
         fingerprint=lm.spec.fingerprint,

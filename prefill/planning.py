@@ -13,6 +13,8 @@ import torch
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind, invalid
 from epd.jobs import PrefillJob
+from epd.kv.prefix import BlockChain
+from epd.kv.store import KvStore
 from epd.models.lm import LanguageModel
 from epd.runtime.streams import Stopwatch
 from epd.sampling.grammar import Grammars, Matcher
@@ -23,14 +25,12 @@ from prefill.ticket import Ticket, item_spans
 
 
 class Planner:
-    """Position rows are computed in a thread of their own: for a long prompt they
-    take a while, and the engine thread has better things to do."""
+    """Position rows and hashes are computed in a thread of their own: for a long prompt
+    they take a while, and the engine thread has better things to do."""
 
-    def __init__(
-        self, config: Config, lm: LanguageModel, num_blocks: int, landing: Landing
-    ) -> None:
+    def __init__(self, config: Config, lm: LanguageModel, kv: KvStore, landing: Landing) -> None:
         self._lm = lm
-        self._num_blocks = num_blocks
+        self._kv = kv
         self._landing = landing
         self._max_top_logprobs = config.limits.max_top_logprobs
         self._keys = itertools.count()
@@ -46,12 +46,8 @@ class Planner:
         """
         since = Stopwatch()
         self._check(job)
-        positions, delta = await asyncio.get_running_loop().run_in_executor(
-            self._thread,
-            self._lm.positions,
-            torch.tensor(job.token_ids),
-            job.items,
-            job.prompt_length,
+        positions, delta, chain = await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._placed, job
         )
         matcher = await self._grammars.compile(
             job.sampling.grammar, job.token_ids[job.prompt_length :]
@@ -63,19 +59,33 @@ class Planner:
             delta=delta,
             spans=item_spans(job, self._lm.spec.image_token_id),
             samplers=tuple(_samplers(job, matcher)),
+            chain=chain,
             since=since,
         )
+
+    def _placed(self, job: PrefillJob) -> tuple[torch.Tensor, int, BlockChain]:
+        positions, delta = self._lm.positions(
+            torch.tensor(job.token_ids), job.items, job.prompt_length
+        )
+        chain = self._kv.chain(
+            job.token_ids,
+            job.items,
+            image_token_id=self._lm.spec.image_token_id,
+            prompt_length=job.prompt_length,
+            salt=job.salt,
+        )
+        return positions, delta, chain
 
     def _check(self, job: PrefillJob) -> None:
         spec, layout = self._lm.spec, self._lm.kv_layout
         validate(job.sampling, spec.vocab_size, max_top_logprobs=self._max_top_logprobs)
         if len(job.token_ids) - job.prompt_length >= job.sampling.max_tokens:
             raise invalid("everything is generated already", "job.sampling.max_tokens")
-        if layout.blocks_for(len(job.token_ids)) > self._num_blocks:
+        if layout.blocks_for(len(job.token_ids)) > self._kv.blocks.num_blocks:
             raise EpdError(
                 ErrorKind.CONTEXT_LENGTH_EXCEEDED,
                 f"the prompt has {len(job.token_ids)} tokens, prefill's pool "
-                f"(kv.prefill_tokens) holds {self._num_blocks * layout.block_tokens}",
+                f"(kv.prefill_tokens) holds {self._kv.blocks.num_blocks * layout.block_tokens}",
                 param="job.token_ids",
             )
         self._landing.check_fits(job.items)

@@ -30,6 +30,10 @@ class ItemSpan:
     index: int
     positions: Sequence[int]
 
+    def reaches(self, computed: int) -> bool:
+        """Whether a placeholder is left behind the first `computed` tokens."""
+        return bool(self.positions) and self.positions[-1] >= computed
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -106,9 +110,8 @@ class Scheduler:
         total: int,
         items: Sequence[ItemSpan] = (),
         atomic: Sequence[tuple[int, int]] = (),
-        computed: int = 0,
     ) -> None:
-        """Queue a request of `total` tokens, of which `computed` are cached.
+        """Queue a request of `total` tokens.
 
         `atomic` are spans [first, stop) that one forward must hold whole
         (bidirectional attention).
@@ -122,19 +125,24 @@ class Scheduler:
                 f"{len(self._waiting)} requests are waiting already",
                 retry_after_s=1.0,
             )
-        assert 0 <= computed < total
-        request = _Request(key, total, tuple(items), tuple(atomic), computed)
-        self._waiting.append(request)
+        self._waiting.append(_Request(key, total, tuple(items), tuple(atomic)))
 
-    def reserve(self, try_reserve: Callable[[int], bool]) -> list[int]:
+    def reserve(self, try_reserve: Callable[[int], int | None]) -> list[int]:
         """Move requests from waiting to running, first come first served.
 
-        `try_reserve(key)` takes all memory of the request or nothing; the first
-        refusal ends the round. Returns the keys that are running now.
+        `try_reserve(key)` takes all memory of the request and says how many of its
+        tokens are computed already, or takes nothing and says None, which ends the
+        round. Returns the keys that are running now.
         """
         admitted: list[int] = []
-        while self._waiting and try_reserve(self._waiting[0].key):
-            request = self._waiting.popleft()
+        while self._waiting:
+            request = self._waiting[0]
+            computed = try_reserve(request.key)
+            if computed is None:
+                break
+            assert 0 <= computed < request.total
+            request.computed = computed
+            self._waiting.popleft()
             self._running[request.key] = request
             admitted.append(request.key)
         return admitted

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from epd.jobs import FinishReason, PrefillJob, SampledToken, StageTiming
+from epd.kv.prefix import BlockChain
 from epd.runtime.mailbox import Mailbox
 from epd.runtime.streams import Stopwatch
 from epd.sampling.state import SamplerState
@@ -77,6 +78,8 @@ class Ticket:
     """Placeholders of each image, in order."""
     samplers: tuple[SamplerState, ...]
     """One for each choice."""
+    chain: BlockChain
+    """Hashes of its full blocks."""
     since: Stopwatch
 
     # held while reserved
@@ -84,6 +87,10 @@ class Ticket:
     landing: dict[int, Extent] = field(default_factory=dict)
     """By item index."""
     admitted: bool = False
+    cached_tokens: int = 0
+    """Computed before it came: the first blocks of its table."""
+    missing: tuple[int, ...] = ()
+    """Items whose rows it needs, and which nobody has announced yet."""
 
     # progress
     fetches: dict[int, asyncio.Task[None]] = field(default_factory=dict)
@@ -117,11 +124,6 @@ class Ticket:
     @property
     def total(self) -> int:
         return len(self.job.token_ids)
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """Items that nobody has announced yet."""
-        return tuple(i.index for i in self.job.items if i.index not in self.fetches)
 
     @property
     def timing(self) -> StageTiming:

@@ -8,9 +8,10 @@ One request's life:
                   +-- cancel -> running step ends -> ReadsTerminal -> close
 
 Who owns what: the pool and the landing arena own all bytes. A ticket holds its
-blocks and landing places from its reservation on; announced blocks are under the
-ticket's lease; `_free` gives everything back exactly once, never under a running
-step.
+blocks and landing places from its reservation on, those of a cached prefix together
+with others; announced blocks are under the ticket's lease; `_free` gives everything
+back exactly once, never under a running step. The prefix cache keeps full blocks from
+the step that filled them on, and holds none.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from epd.config import Config
 from epd.errors import EpdError, invalid
 from epd.handoff import embedding_bytes
 from epd.jobs import PrefillJob, SampledToken, Stage
-from epd.kv.blocks import BlockAllocator
-from epd.kv.pool import KvPool
+from epd.kv.store import KvStore
 from epd.models.lm import LanguageModel
 from epd.obs import metrics
 from epd.rpc.status import internal
@@ -62,6 +62,7 @@ class PrefillWorker:
         config: Config,
         lm: LanguageModel,
         memory: OwnedMemory,
+        kv: KvStore,
         max_context: int,
         thread: EngineThread | None = None,
     ) -> None:
@@ -71,20 +72,18 @@ class PrefillWorker:
         self.memory = memory
         self._max_context = max_context
         self._layout = lm.kv_layout
-        self._pool = KvPool(lm.kv_layout, num_blocks(config), lm.device)
-        memory.register(self._pool.address(0), self._pool.nbytes, self._pool)
-        self._blocks = BlockAllocator(self._pool.num_blocks)
+        self._kv = kv
         self.steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable, thread)
         self._landing = Landing(
             self.spec, config.prefill.landing_mib << 20, memory, self.steps.poke
         )
-        self._lessor = KvLessor(self.spec, self._pool, self._blocks, memory, self.steps.poke)
-        self._runner = Runner(lm, self._pool, self._landing)
+        self._lessor = KvLessor(self.spec, kv, memory, self.steps.poke)
+        self._runner = Runner(lm, kv.pool, self._landing)
         limits = config.prefill
         self._budget = StepBudget(limits.step_tokens, limits.step_ms)
         self._scheduler = Scheduler(limits.step_tokens, limits.chunk_tokens, limits.max_queue)
         self._tickets: dict[int, Ticket] = {}
-        self._planner = Planner(config, lm, self._pool.num_blocks, self._landing)
+        self._planner = Planner(config, lm, kv, self._landing)
         self._background: set[asyncio.Task[None]] = set()
         self.streams = Streams(self.stage)
 
@@ -105,6 +104,7 @@ class PrefillWorker:
         ticket = await self._planner.plan(job)
         self._scheduler.admit(ticket.key, ticket.total, ticket.spans)
         self._tickets[ticket.key] = ticket
+        self._admit()  # now, not after the running step: encoding overlaps with it
         self.steps.poke()
         return ticket
 
@@ -120,6 +120,7 @@ class PrefillWorker:
             raise invalid("came before Admitted", "embedding_ready")
         if index not in ticket.missing:
             raise invalid(f"image {index} is not missing", "embedding_ready.index")
+        ticket.missing = tuple(i for i in ticket.missing if i != index)
         ticket.fetches[index] = asyncio.create_task(
             self._fetch(ticket, index, handle), name=f"fetch {ticket.job.request_id}[{index}]"
         )
@@ -170,7 +171,7 @@ class PrefillWorker:
         if ticket.told_last:
             ticket.events.close()
         elif ticket.missing and not ticket.cancelled:
-            raise invalid(f"half-closed without images {ticket.missing}", "embedding_ready")
+            raise _half_closed(ticket)
 
     def close(self, ticket: Ticket, *, clean: bool) -> None:
         """The stream has ended; `clean` if its readers are done with all blocks.
@@ -209,25 +210,38 @@ class PrefillWorker:
 
     # -- steps --------------------------------------------------------------
 
-    def _try_reserve(self, key: int) -> bool:
-        """Blocks of the whole prompt and landing places of all images, or nothing."""
+    def _try_reserve(self, key: int) -> int | None:
+        """Blocks of the whole prompt and landing places of all images that it needs, or
+        nothing. Returns how many tokens are computed already."""
         ticket = self._tickets[key]
+        # The last token is always computed: its logits are wanted.
+        most = (ticket.total - 1) // self._layout.block_tokens
         count = self._layout.blocks_for(ticket.total)
-        if self._blocks.free_count < count:
-            return False
-        places = self._landing.reserve(ticket.job.items)
+        reserved = self._kv.prefix.reserve(ticket.chain.hashes[:most], count)
+        if reserved is None:
+            return None
+        cached = reserved.cached * self._layout.block_tokens
+        items = [ticket.job.items[span.index] for span in ticket.spans if span.reaches(cached)]
+        places = self._landing.reserve(items)
         if places is None:
-            return False
+            self._kv.blocks.free(reserved.blocks)
+            return None
+        self._kv.prefix.taken(reserved)
         ticket.landing = places
-        ticket.blocks = self._blocks.allocate(count)
-        return True
+        ticket.blocks = reserved.blocks
+        ticket.sums = self._kv.prefix.checksums(reserved.blocks[: reserved.cached])
+        ticket.cached_tokens = cached
+        ticket.missing = tuple(places)
+        return cached
 
     def _admit(self) -> None:
         for key in self._scheduler.reserve(self._try_reserve):
             ticket = self._tickets[key]
             ticket.admitted = True
             ticket.queue_ms = ticket.since.ms
-            ticket.events.put(Admitted(0, ticket.missing, ticket.delta))
+            ticket.events.put(Admitted(ticket.cached_tokens, ticket.missing, ticket.delta))
+            if ticket.half_closed and ticket.missing:
+                self._fail(ticket, _half_closed(ticket))
 
     async def _step(self) -> bool:
         self._admit()
@@ -235,8 +249,9 @@ class PrefillWorker:
         if not chunks:
             return False
         work = [(chunk, self._tickets[chunk.key]) for chunk in chunks]
-        for _, ticket in work:
+        for chunk, ticket in work:
             ticket.in_step = True
+            self._announce(ticket, chunk.start)  # a cached prefix, before its first step
         watch = Stopwatch()
         outcomes = await self._run(work)
         self._budget.observe(sum(chunk.tokens for chunk in chunks), watch.ms)
@@ -255,6 +270,8 @@ class PrefillWorker:
         )
 
     def _apply(self, chunk: Chunk, ticket: Ticket, outcome: Outcome | EpdError) -> None:
+        if isinstance(outcome, Outcome):
+            self._keep(chunk, ticket, outcome)
         if ticket.closed:
             self._free(ticket)
         elif ticket.cancelled:
@@ -264,16 +281,29 @@ class PrefillWorker:
         else:
             self._report(chunk, ticket, outcome)
 
-    def _report(self, chunk: Chunk, ticket: Ticket, outcome: Outcome) -> None:
+    def _keep(self, chunk: Chunk, ticket: Ticket, outcome: Outcome) -> None:
+        """Cache the blocks that the chunk filled, whatever becomes of the request."""
         ticket.sums += outcome.sums
+        prefix, hashes = self._kv.prefix, ticket.chain.hashes
+        if any(isinstance(token, EpdError) for token in outcome.tokens):
+            prefix.discard(hashes)  # e.g. its logits are no numbers: don't spread that
+            return
+        size = self._layout.block_tokens
+        full = slice(chunk.start // size, chunk.end // size)
+        prefix.insert(hashes[full], ticket.blocks[full], ticket.sums[full])
+
+    def _announce(self, ticket: Ticket, computed: int) -> None:
+        ready = self._lessor.announce(ticket, computed)
+        if ready is not None:
+            ticket.events.put(ready)
+
+    def _report(self, chunk: Chunk, ticket: Ticket, outcome: Outcome) -> None:
         tokens = [token for token in outcome.tokens if isinstance(token, SampledToken)]
         for fault in outcome.tokens:
             if isinstance(fault, EpdError):
                 self._fail(ticket, fault)
                 return
-        ready = self._lessor.announce(ticket, chunk.end)
-        if ready is not None:
-            ticket.events.put(ready)
+        self._announce(ticket, chunk.end)
         if tokens:
             self._first_token(ticket, tokens)
 
@@ -308,14 +338,14 @@ class PrefillWorker:
             numerics_id=self._lm.numerics_id,
             kv_layout=self._layout.name,
             kv_block_shape=self._layout.block_shape,
-            kv_tokens=self._pool.num_blocks * self._layout.block_tokens,
+            kv_tokens=self._kv.blocks.num_blocks * self._layout.block_tokens,
             max_context=self._max_context,
             max_rows=self._landing.arena.nbytes // embedding_bytes(self.spec, 1),
             max_queue=self._config.prefill.max_queue,
         )
 
     def load(self) -> Load:
-        free = self._blocks.free_count * self._layout.block_tokens
+        free = self._kv.blocks.free_count * self._layout.block_tokens
         return Load(self._scheduler.running, self._scheduler.waiting, free)
 
     def state(self) -> Mapping[str, object]:
@@ -324,8 +354,7 @@ class PrefillWorker:
             "waiting": self._scheduler.waiting,
             "running": self._scheduler.running,
             "tickets": len(self._tickets),
-            "kv_blocks_used": self._blocks.used,
-            "kv_blocks": self._blocks.num_blocks,
+            **self._kv.state(),
             "arena_bytes_used": self._landing.arena.used_bytes,
             "arena_bytes": self._landing.arena.nbytes,
             "steps": self.steps.steps,
@@ -345,11 +374,11 @@ class PrefillWorker:
     def check_integrity(self) -> None:
         """Assert the bookkeeping; call it when idle or after a test."""
         self._scheduler.check_integrity()
-        self._blocks.check_integrity()
+        self._kv.check_integrity()
         self._landing.arena.check_integrity()
         self.memory.leases.check_integrity()
         if not self._tickets and not self.memory.leases.quarantined_bytes:
-            assert self._blocks.used == 0, "a block leaked"
+            assert self._kv.blocks.used == 0, "a block leaked"
 
     def start(self) -> asyncio.Task[None]:
         return self.steps.start()
@@ -360,6 +389,5 @@ class PrefillWorker:
         await self.memory.close()
 
 
-def num_blocks(config: Config) -> int:
-    """Blocks of prefill's pool."""
-    return max(1, config.kv.prefill_tokens // config.kv.block_tokens)
+def _half_closed(ticket: Ticket) -> EpdError:
+    return invalid(f"half-closed without images {ticket.missing}", "embedding_ready")

@@ -5,62 +5,87 @@ values depend on all earlier tokens. It covers
 
     parent hash | token ids | (digest, first row, rows) of each image in the block
 
-and the root covers fingerprint, block size and tenant salt. The placeholder ids of
+and the root covers weights, numerics, layout and tenant salt. The placeholder ids of
 two pictures are the same; the image digest is what keeps their blocks apart.
 
 Invariants of the cache (`check_integrity`):
 
-    | block                      | references                  |
-    |----------------------------|-----------------------------|
-    | in the cache, unpinned     | 1 (the cache's own)         |
-    | in the cache, pinned by n  | 1 + n                       |
+    hash -> block and block -> hash are each other's inverse
+    the blocks are exactly those that the allocator keeps
+    a block in the cache is full, computed (or read and verified), and never written again
 """
 
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from blake3 import blake3
 
 from epd.jobs import ImageItem
-from epd.kv.blocks import BlockAllocator, OutOfBlocks
+from epd.kv.blocks import BlockAllocator
+from epd.kv.layout import KvLayout
 
-_VERSION = b"epd-prefix/1"
+_VERSION = b"epd-prefix/2"
 
 
-def root_hash(fingerprint: str, block_tokens: int, salt: bytes = b"") -> bytes:
+def root_hash(fingerprint: str, numerics_id: str, layout: KvLayout, salt: bytes = b"") -> bytes:
     """Parent of a first block: what must be equal before tokens are compared."""
-    parts = (_VERSION, fingerprint.encode(), struct.pack("<I", block_tokens), salt)
+    parts = (
+        _VERSION,
+        fingerprint.encode(),
+        numerics_id.encode(),
+        layout.name.encode(),
+        layout.dtype.encode(),
+        struct.pack("<I", layout.block_tokens),
+        salt,
+    )
     return blake3(b"".join(struct.pack("<I", len(part)) + part for part in parts)).digest()
 
 
-def block_hashes(
-    root: bytes,
-    token_ids: Sequence[int],
-    items: Sequence[ImageItem],
-    *,
-    image_token_id: int,
-    prompt_length: int,
-    block_tokens: int,
-) -> list[bytes]:
-    """Hashes of the full blocks of `token_ids`, in order; a partial last block has none.
+class BlockChain:
+    """Hashes of one request's full blocks, in order; grows with its output.
 
     Placeholders beyond `prompt_length` were generated and stand for no image.
     """
-    rows = _image_rows(token_ids, items, image_token_id, prompt_length)
-    hashes = []
-    parent = root
-    for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
-        end = start + block_tokens
-        hasher = blake3(parent)
-        hasher.update(struct.pack(f"<{block_tokens}Q", *token_ids[start:end]))
-        for digest, first, count in _runs(rows, start, end):
+
+    def __init__(
+        self,
+        root: bytes,
+        token_ids: Sequence[int],
+        items: Sequence[ImageItem],
+        *,
+        image_token_id: int,
+        prompt_length: int,
+        block_tokens: int,
+    ) -> None:
+        self._block_tokens = block_tokens
+        self._rows = _image_rows(token_ids, items, image_token_id, prompt_length)
+        self._rest: list[int] = []
+        """Tokens after the last full block."""
+        self._parent = root
+        self.hashes: list[bytes] = []
+        self.extend(token_ids)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """More tokens of the sequence."""
+        size = self._block_tokens
+        self._rest += token_ids
+        whole = len(self._rest) // size * size
+        for start in range(0, whole, size):
+            self._add(self._rest[start : start + size])
+        del self._rest[:whole]
+
+    def _add(self, ids: Sequence[int]) -> None:
+        start = len(self.hashes) * self._block_tokens
+        hasher = blake3(self._parent)
+        hasher.update(struct.pack(f"<{len(ids)}Q", *ids))
+        for digest, first, count in _runs(self._rows, start, start + len(ids)):
             hasher.update(struct.pack("<IQQ", len(digest), first, count) + digest)
-        parent = hasher.digest()
-        hashes.append(parent)
-    return hashes
+        self._parent = hasher.digest()
+        self.hashes.append(self._parent)
 
 
 def _image_rows(
@@ -91,98 +116,138 @@ def _runs(
         at = stop
 
 
-class PrefixCache:
-    """Blocks that stay after their request, least recently used evicted first.
+CacheEvent = Literal["hit", "miss", "evicted"]
+Count = Callable[[CacheEvent, int], None]
+"""Told of what happens in a cache, and how often: for metrics."""
 
-    Shares `allocator` with the requests: the cache is one more holder of each block
-    in it, and a block is evictable while it is the only one.
+
+def uncounted(event: CacheEvent, number: int) -> None:
+    """For caches that nobody watches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Blocks of one request, in order; it holds all of them."""
+
+    blocks: list[int]
+    cached: int
+    """The first so many were computed before, and are read-only."""
+    looked_up: int
+    """Hashes that were asked for."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    digest: bytes
+    checksum: int | None
+
+
+class PrefixCache:
+    """Blocks that stay after their request; the allocator evicts them when it must.
+
+    Off (`enabled` false) it finds and keeps nothing.
     """
 
-    def __init__(self, allocator: BlockAllocator) -> None:
+    def __init__(
+        self, allocator: BlockAllocator, *, enabled: bool = True, count: Count = uncounted
+    ) -> None:
         self._allocator = allocator
-        self._blocks: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
-        self.hits = 0
-        self.misses = 0
+        self._enabled = enabled
+        self._count = count
+        self._blocks: dict[bytes, int] = {}
+        self._entries: dict[int, _Entry] = {}
+        allocator.on_evicted = self._evicted
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    @property
-    def evictable(self) -> int:
-        """Blocks that nobody but the cache holds."""
-        return sum(self._allocator.references(block) == 1 for block in self._blocks.values())
+    def reserve(self, hashes: Sequence[bytes], total: int, spare: int = 0) -> Reserved | None:
+        """`total` blocks: those of the longest cached prefix of `hashes`, then fresh ones.
+        None, and nothing changed, where they can't be had with `spare` more left. It
+        counts as a lookup once it is `taken`; else free its blocks.
 
-    def lookup(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest cached prefix, each with the caller as new holder.
-
-        The last token of a prompt is always computed (its logits are wanted), and
-        cached blocks are read-only: pass ``hashes[:(tokens - 1) // block_tokens]``.
+        The last token of a prompt is always computed (its logits are wanted): prefill
+        passes ``hashes[:(tokens - 1) // block_tokens]``.
         """
+        found = self._longest(hashes)
+        for block in found:
+            self._allocator.share(block)
+        lacking = total - len(found)
+        assert lacking >= 0
+        if self._allocator.free_count < lacking + spare:
+            self._allocator.free(found)
+            return None
+        fresh = self._allocator.allocate(lacking)
+        return Reserved(found + fresh, len(found), len(hashes))
+
+    def taken(self, reserved: Reserved) -> None:
+        """The request goes on with this reservation: count its hits and misses."""
+        if self._enabled:
+            self._count("hit", reserved.cached)
+            self._count("miss", reserved.looked_up - reserved.cached)
+
+    def _longest(self, hashes: Sequence[bytes]) -> list[int]:
         found = []
         for digest in hashes:
             block = self._blocks.get(digest)
             if block is None:
                 break
-            self._allocator.share(block)
             found.append(block)
-        self._touch(hashes[: len(found)])
-        self.hits += len(found)
-        self.misses += len(hashes) - len(found)
         return found
 
-    def insert(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
+    def knows(self, block: int) -> bool:
+        """Whether the block can be found."""
+        return block in self._entries
+
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        """Sums of the first blocks, as far as all before them are cached with theirs."""
+        sums: list[int] = []
+        for block in blocks:
+            entry = self._entries.get(block)
+            if entry is None or entry.checksum is None:
+                break
+            sums.append(entry.checksum)
+        return sums
+
+    def insert(
+        self, hashes: Sequence[bytes], blocks: Sequence[int], sums: Sequence[int] | None = None
+    ) -> None:
         """Keep finished blocks; the caller stays a holder and frees its own share.
 
         A hash that is there already keeps its first block: the content is the same.
+        `sums` are the blocks' checksums, where they were computed.
         """
-        for digest, block in zip(hashes, blocks, strict=True):
+        if not self._enabled:
+            return
+        checksums = [None] * len(blocks) if sums is None else sums
+        for digest, block, checksum in zip(hashes, blocks, checksums, strict=True):
             if digest not in self._blocks:
-                self._allocator.share(block)
+                assert block not in self._entries, f"block {block} has two hashes"
+                self._allocator.keep(block)
                 self._blocks[digest] = block
-        self._touch(hashes)
+                self._entries[block] = _Entry(digest, checksum)
 
-    def _touch(self, hashes: Sequence[bytes]) -> None:
-        """Most recently used: the root last, so that a chain is evicted from its end."""
-        for digest in reversed(hashes):
-            self._blocks.move_to_end(digest)
-
-    def evict(self, count: int) -> int:
-        """Free up to `count` blocks that only the cache holds; the number freed.
-
-        Evicting 0 is always safe.
-        """
-        victims: list[bytes] = []
-        for digest, block in self._blocks.items():
-            if len(victims) == count:
-                break
-            if self._allocator.references(block) == 1:
-                victims.append(digest)
-        self._allocator.free([self._blocks.pop(digest) for digest in victims])
-        return len(victims)
-
-    def allocate(self, count: int) -> list[int]:
-        """`count` blocks, evicting for them where needed; all or nothing.
-
-        Raises:
-            OutOfBlocks: not enough are free or evictable; nothing was evicted.
-        """
-        lacking = count - self._allocator.free_count
-        if lacking > 0:
-            evictable = self.evictable
-            if lacking > evictable:
-                raise OutOfBlocks(count, self._allocator.free_count + evictable)
-            self.evict(lacking)
-        return self._allocator.allocate(count)
+    def discard(self, hashes: Sequence[bytes]) -> None:
+        """Find these no more, e.g. because what was computed is in doubt. Their holders
+        go on."""
+        for digest in hashes:
+            block = self._blocks.pop(digest, None)
+            if block is not None:
+                del self._entries[block]
+                self._allocator.forget(block)
 
     def clear(self) -> None:
-        """Let go of every block; pinned ones stay with their holders."""
-        self._allocator.free(self._blocks.values())
-        self._blocks.clear()
+        """Find nothing any more; holders go on."""
+        self.discard(list(self._blocks))
+
+    def _evicted(self, block: int) -> None:
+        del self._blocks[self._entries.pop(block).digest]
+        self._count("evicted", 1)
 
     def check_integrity(self) -> None:
-        """Assert that each cached block is held by the cache, under one hash only."""
-        blocks = list(self._blocks.values())
-        assert len(set(blocks)) == len(blocks), "a block is cached under two hashes"
-        for block in blocks:
-            assert self._allocator.references(block) >= 1, f"cached block {block} is free"
+        """Assert the table at the top of this file, and the allocator's."""
+        assert {b: e.digest for b, e in self._entries.items()} == {
+            block: digest for digest, block in self._blocks.items()
+        }
+        assert len(self._blocks) == self._allocator.kept, "a kept block has no hash"
         self._allocator.check_integrity()

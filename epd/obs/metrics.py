@@ -66,6 +66,14 @@ SERVING = _gauge("epd_serving", "1 while health says SERVING", "stage")
 MEMBERSHIPS = _gauge("epd_memberships", "Gateways that this worker is registered at", "stage")
 
 
+def count_cache(cache: str, event: str, number: int) -> None:
+    """`number` hits, misses or evictions in a cache; the `Count` of `epd.kv.prefix`."""
+    if event == "evicted":
+        CACHE_EVICTIONS.labels(cache).inc(number)
+    else:
+        CACHE_LOOKUPS.labels(cache, event).inc(number)
+
+
 def observe_phases(stage: str, timing: StageTiming) -> None:
     """Record where a request's time in a stage went; phases that it did not have
     are left out."""

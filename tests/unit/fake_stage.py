@@ -169,12 +169,21 @@ class FakeMemory:
 
 
 def prefill_job(
-    ids: Sequence[int], max_tokens: int = 8, items: tuple[ImageItem, ...] = (), follows: bool = True
+    ids: Sequence[int],
+    max_tokens: int = 8,
+    items: tuple[ImageItem, ...] = (),
+    follows: bool = True,
+    **more: Any,
 ) -> PrefillJob:
+    prompt = more.pop("prompt", len(ids))
     sampling = SamplingParams(max_tokens=max_tokens)
-    return PrefillJob("r", 1, 5, tuple(ids), len(ids), items, sampling, follows)
+    return PrefillJob("r", 1, 5, tuple(ids), prompt, items, sampling, follows, **more)
 
 
-def decode_job(ids: Sequence[int], max_tokens: int = 8, arrival_ms: int = 0) -> DecodeJob:
+def decode_job(
+    ids: Sequence[int], max_tokens: int = 8, arrival_ms: int = 0, **more: Any
+) -> DecodeJob:
+    prompt, items = more.pop("prompt", len(ids)), more.pop("items", ())
     sampling = SamplingParams(max_tokens=max_tokens)
-    return DecodeJob("r", 1, 5, tuple(ids), len(ids), (), sampling, 0, arrival_ms=arrival_ms)
+    ids = tuple(ids)
+    return DecodeJob("r", 1, 5, ids, prompt, items, sampling, 0, arrival_ms=arrival_ms, **more)

@@ -3,55 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from decode.ticket import Admitted, Finished, KvFetched, ReadsTerminal, Ticket, TokenMade
-from decode.worker import DecodeWorker
+from decode.ticket import Admitted, Finished, KvFetched, ReadsTerminal, TokenMade
 from epd.errors import EpdError, ErrorKind
-from epd.handoff import kv_contract
 from epd.jobs import FinishReason, SampledToken
-from epd.kv.pool import KvPool
-from epd.transfer.checksum import checksum
-from epd.transfer.contract import Handle, Span
-from tests.unit.fake_stage import BLOCK, POISON, FakeLm, FakeMemory, config, decode_job
-
-
-class Bench:
-    """A decode worker, and the pool of an owner that it reads from."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.lm, self.memory = FakeLm(), FakeMemory()
-        lm: Any = self.lm
-        memory: Any = self.memory
-        self.worker = DecodeWorker(config(**settings), lm, memory, 60)
-        self.worker.start()
-        self.owner = KvPool(self.lm.kv_layout, 16)
-        for block in range(16):
-            self.owner.block_bytes_view(block)[:] = block
-
-    @property
-    def used(self) -> Any:
-        return self.worker.state()["kv_blocks_used"]
-
-    def handle(self, blocks: Sequence[int], nonce: int = 5) -> Handle:
-        size = self.owner.layout.block_bytes
-        spans = [
-            Span(self.owner.address(b), size, checksum(self.owner.block_bytes_view(b)))
-            for b in blocks
-        ]
-        contract = kv_contract(self.lm.spec, self.owner.layout, nonce)
-        return Handle(FakeMemory.peer, contract, tuple(spans), 1000)
-
-    def join(self, ids: Sequence[int], first: int = 50, **job: Any) -> Ticket:
-        """Submit, announce everything, start."""
-        ticket = self.worker.submit(decode_job(ids, **job))
-        blocks = -(-len(ids) // BLOCK)
-        self.worker.kv_ready(ticket, 0, self.handle(range(blocks)), len(ids))
-        self.worker.begin(ticket, SampledToken(first), len(ids))
-        return ticket
+from tests.unit.decode_bench import Bench, drain
+from tests.unit.fake_stage import POISON, decode_job
 
 
 @pytest.fixture
@@ -67,16 +28,8 @@ async def bench() -> AsyncIterator[Bench]:
     assert made.worker.state()["tickets"] == 0
 
 
-async def drain(ticket: Ticket, into: list[Any] | None = None) -> list[Any]:
-    events = [] if into is None else into
-    async with asyncio.timeout(5):
-        while taken := await ticket.events.take():
-            events += taken
-    return events
-
-
 async def test_a_whole_output(bench: Bench) -> None:
-    ticket = bench.join(range(20, 30), max_tokens=5)
+    ticket = await bench.join(range(20, 30), max_tokens=5)
     events = await drain(ticket)
     assert [type(e) for e in events] == [Admitted, KvFetched, *[TokenMade] * 4, Finished]
     made = [e for e in events if isinstance(e, TokenMade)]
@@ -88,14 +41,14 @@ async def test_a_whole_output(bench: Bench) -> None:
 
 
 async def test_the_end_of_the_context_ends_the_output(bench: Bench) -> None:
-    ticket = bench.join([20] * 57, max_tokens=100)
+    ticket = await bench.join([20] * 57, max_tokens=100)
     finished = (await drain(ticket))[-1]
     assert (finished.reason, finished.output_tokens) == (FinishReason.LENGTH, 3)
     bench.worker.close(ticket)
 
 
 async def test_blocks_are_read_while_prefill_goes_on(bench: Bench) -> None:
-    ticket = bench.worker.submit(decode_job(range(20, 30), max_tokens=2))
+    ticket = await bench.worker.submit(decode_job(range(20, 30), max_tokens=2))
     bench.worker.kv_ready(ticket, 0, bench.handle([0]), 4)
     await asyncio.sleep(0.05)
     assert ticket.loaded_blocks == 1
@@ -118,7 +71,7 @@ async def test_blocks_are_read_while_prefill_goes_on(bench: Bench) -> None:
 async def test_a_wrong_announcement_is_refused(
     bench: Bench, first_block: int, blocks: list[int], tokens: int, kind: ErrorKind
 ) -> None:
-    ticket = bench.worker.submit(decode_job(range(20, 30)))
+    ticket = await bench.worker.submit(decode_job(range(20, 30)))
     with pytest.raises(EpdError) as caught:
         bench.worker.kv_ready(ticket, first_block, bench.handle(blocks), tokens)
     assert caught.value.kind is kind
@@ -126,7 +79,7 @@ async def test_a_wrong_announcement_is_refused(
 
 
 async def test_start_needs_all_kv_and_comes_once(bench: Bench) -> None:
-    ticket = bench.worker.submit(decode_job(range(20, 30)))
+    ticket = await bench.worker.submit(decode_job(range(20, 30)))
     bench.worker.kv_ready(ticket, 0, bench.handle([0]), 4)
     with pytest.raises(EpdError) as caught:
         bench.worker.begin(ticket, SampledToken(50), 10)
@@ -134,7 +87,7 @@ async def test_start_needs_all_kv_and_comes_once(bench: Bench) -> None:
     with pytest.raises(EpdError, match="half-closed"):
         bench.worker.half_close(ticket)
     bench.worker.close(ticket)
-    whole = bench.join([20], max_tokens=3)
+    whole = await bench.join([20], max_tokens=3)
     with pytest.raises(EpdError, match="twice"):
         bench.worker.begin(whole, SampledToken(50), 1)
     await drain(whole)
@@ -143,8 +96,8 @@ async def test_start_needs_all_kv_and_comes_once(bench: Bench) -> None:
 
 async def test_one_bad_sequence_fails_alone(bench: Bench) -> None:
     bench.lm.gate.clear()
-    good = bench.join([20], first=60, max_tokens=6)
-    bad = bench.join([20], first=POISON - 2, max_tokens=6)
+    good = await bench.join([20], first=60, max_tokens=6)
+    bad = await bench.join([20], first=POISON - 2, max_tokens=6)
     bench.lm.gate.set()
     assert isinstance((await drain(good))[-1], Finished)
     with pytest.raises(EpdError) as caught:
@@ -156,7 +109,7 @@ async def test_one_bad_sequence_fails_alone(bench: Bench) -> None:
 
 async def test_blocks_that_reads_write_into_stay_until_the_reads_end(bench: Bench) -> None:
     bench.memory.engine.gate.clear()
-    ticket = bench.join(range(20, 30))
+    ticket = await bench.join(range(20, 30))
     await asyncio.sleep(0.02)
     bench.worker.close(ticket)
     await asyncio.sleep(0.02)
@@ -168,7 +121,7 @@ async def test_blocks_that_reads_write_into_stay_until_the_reads_end(bench: Benc
 
 async def test_cancel_says_when_no_read_is_under_way(bench: Bench) -> None:
     bench.memory.engine.gate.clear()
-    ticket = bench.join(range(20, 30))
+    ticket = await bench.join(range(20, 30))
     await asyncio.sleep(0.02)
     bench.worker.cancel(ticket)
     waiting = asyncio.create_task(drain(ticket))
@@ -181,7 +134,7 @@ async def test_cancel_says_when_no_read_is_under_way(bench: Bench) -> None:
 
 async def test_blocks_of_a_running_step_are_freed_after_it(bench: Bench) -> None:
     bench.lm.gate.clear()
-    ticket = bench.join([20] * 4)
+    ticket = await bench.join([20] * 4)
     async with asyncio.timeout(5):
         while not bench.worker.steps.in_step:
             await asyncio.sleep(0.001)
@@ -195,8 +148,10 @@ async def test_blocks_of_a_running_step_are_freed_after_it(bench: Bench) -> None
 async def test_a_pushed_out_sequence_ends_retryably_with_all_its_tokens() -> None:
     """16 blocks, and two sequences that grow to 14 each."""
     bench = Bench()
-    older = bench.join([20] * 4, max_tokens=50, arrival_ms=1)
-    younger = bench.join([20] * 4, max_tokens=50, arrival_ms=2)
+    bench.lm.gate.clear()
+    older = await bench.join([20] * 4, max_tokens=50, arrival_ms=1)
+    younger = await bench.join([20] * 4, max_tokens=50, arrival_ms=2)
+    bench.lm.gate.set()
     events: list[Any] = []
     with pytest.raises(EpdError) as caught:
         await drain(younger, into=events)
@@ -214,12 +169,12 @@ async def test_a_pushed_out_sequence_ends_retryably_with_all_its_tokens() -> Non
 async def test_a_closed_reader_that_is_pushed_out_harms_nobody() -> None:
     """Its stream is over, its read is not, and its blocks are wanted."""
     bench = Bench()
-    older = bench.join([20] * 4, max_tokens=55, arrival_ms=1)
+    older = await bench.join([20] * 4, max_tokens=55, arrival_ms=1)
     async with asyncio.timeout(5):
         while not older.sampler.num_output:
             await asyncio.sleep(0.001)
     bench.memory.engine.gate.clear()
-    younger = bench.join([20] * 8, max_tokens=20, arrival_ms=2)
+    younger = await bench.join([20] * 8, max_tokens=20, arrival_ms=2)
     await asyncio.sleep(0.01)
     assert younger.loader is not None
     bench.worker.close(younger)

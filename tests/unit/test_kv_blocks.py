@@ -15,31 +15,45 @@ BLOCKS = 12
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Random holders against a model that only counts."""
+    """Random holders and a cache that keeps, against a model that only counts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.allocator = BlockAllocator(BLOCKS)
+        self.allocator.on_evicted = self.evicted
         self.held: list[int] = []
         """One entry for each (holder, block)."""
+        self.kept: set[int] = set()
+
+    @property
+    def idle(self) -> set[int]:
+        return self.kept - set(self.held)
+
+    def evicted(self, block: int) -> None:
+        assert block in self.idle
+        self.kept.remove(block)
 
     @rule(count=st.integers(0, BLOCKS + 2))
     def allocate(self, count: int) -> None:
         free = BLOCKS - len(set(self.held))
+        kept = set(self.kept)
         if count > free:
             with pytest.raises(OutOfBlocks) as raised:
                 self.allocator.allocate(count)
             assert (raised.value.wanted, raised.value.free) == (count, free)
+            assert self.kept == kept, "evicted for nothing"
             return
+        never_used = free - len(self.idle)
         blocks = self.allocator.allocate(count)
         assert len(set(blocks)) == count
-        assert not set(blocks) & set(self.held), "a held block was given away"
+        assert not set(blocks) & (set(self.held) | self.kept), "a held block was given away"
+        assert len(kept - self.kept) == max(0, count - never_used), "evicted more than needed"
         self.held += blocks
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.held or self.kept)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(self.held))
+        block = data.draw(st.sampled_from(sorted({*self.held, *self.kept})))
         self.allocator.share(block)
         self.held.append(block)
 
@@ -51,12 +65,28 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.free(blocks)
         self.held = list((Counter(self.held) - Counter(blocks)).elements())
 
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        self.allocator.keep(block)
+        self.kept.add(block)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted(self.kept)))
+        self.allocator.forget(block)
+        self.kept.remove(block)
+
     @invariant()
     def counts_are_conserved(self) -> None:
         self.allocator.check_integrity()
         holders = Counter(self.held)
         assert self.allocator.used == len(holders)
         assert self.allocator.used + self.allocator.free_count == BLOCKS
+        assert self.allocator.kept == len(self.kept)
+        assert self.allocator.idle == len(self.idle)
         assert all(self.allocator.references(b) == holders[b] for b in range(BLOCKS))
 
 
@@ -105,3 +135,20 @@ def test_freed_blocks_are_reused_last(count: int) -> None:
     (first,) = allocator.allocate(1)
     allocator.free([first])
     assert allocator.allocate(count + 1)[-1] == first
+
+
+def test_idle_blocks_go_last_and_the_one_idle_longest_first() -> None:
+    allocator = BlockAllocator(6)
+    evicted: list[int] = []
+    allocator.on_evicted = evicted.append
+    first, second = allocator.allocate(2), allocator.allocate(2)
+    for block in (*first, *second):
+        allocator.keep(block)
+    allocator.free(second)
+    allocator.free(first)
+    allocator.share(second[0])
+    allocator.free([second[0]])  # used again: now the youngest
+    assert not set(allocator.allocate(2)) & {*first, *second}
+    assert not evicted
+    allocator.allocate(4)
+    assert evicted == [second[1], first[1], first[0], second[0]]

@@ -10,8 +10,9 @@ from epd.errors import EpdError, ErrorKind
 from prefill.scheduler import Chunk, ItemSpan, Scheduler
 
 
-def always(key: int) -> bool:
-    return True
+def always(key: int) -> int:
+    """Room for everybody; nothing is cached."""
+    return 0
 
 
 def run(scheduler: Scheduler) -> list[tuple[int, int, int]]:
@@ -51,6 +52,28 @@ def test_a_chunk_stops_before_an_image_that_is_not_ready() -> None:
     assert not scheduler.runnable
     scheduler.item_ready(0, 0)
     assert run(scheduler) == [(0, 3, 20)]
+
+
+@pytest.mark.parametrize(
+    ("computed", "first"),
+    [(2, [(0, 2, 3)]), (4, []), (6, [(0, 6, 10)]), (12, []), (14, [(0, 14, 20)])],
+    ids=["before", "inside one", "after it", "inside the last", "after all"],
+)
+def test_a_cached_prefix_needs_only_the_images_behind_it(
+    computed: int, first: list[tuple[int, int, int]]
+) -> None:
+    spans = [ItemSpan(0, range(3, 6)), ItemSpan(1, range(10, 14))]
+    assert [span.reaches(computed) for span in spans] == [computed < 6, computed < 14]
+    scheduler = Scheduler(100, 100, 10)
+    scheduler.admit(0, 20, spans)
+    scheduler.reserve(lambda key: computed)
+    assert run(scheduler) == first
+    for span in spans:
+        if span.reaches(computed):
+            scheduler.item_ready(0, span.index)
+    if scheduler.running:
+        run(scheduler)
+    assert not scheduler.running
 
 
 def test_text_and_first_image_run_while_the_third_is_missing() -> None:
@@ -99,9 +122,9 @@ def test_reservation_is_in_order_of_arrival_without_overtaking() -> None:
         scheduler.admit(key, 5)
     asked: list[int] = []
 
-    def full(key: int) -> bool:
+    def full(key: int) -> int | None:
         asked.append(key)
-        return key == 0
+        return 0 if key == 0 else None
 
     assert scheduler.reserve(full) == [0]
     assert asked == [0, 1]
@@ -121,7 +144,7 @@ def test_abort_tells_whether_the_running_step_uses_the_blocks() -> None:
     scheduler = Scheduler(10, 10, 10)
     scheduler.admit(0, 50)
     scheduler.admit(1, 5)
-    scheduler.reserve(lambda key: key == 0)
+    scheduler.reserve(lambda key: 0 if key == 0 else None)
     chunks = scheduler.next_batch()
     assert scheduler.abort(0)
     assert not scheduler.abort(1)
@@ -179,9 +202,19 @@ def spans_of(total: int, pieces: list[tuple[int, int]]) -> list[ItemSpan]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(requests, st.integers(1, 12), st.integers(1, 12), st.randoms(use_true_random=False))
+@given(
+    requests,
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.integers(0, 40),
+    st.randoms(use_true_random=False),
+)
 def test_every_token_runs_once_in_order_and_never_without_its_image(
-    wanted: list[tuple[int, list[tuple[int, int]], bool]], step: int, chunk: int, random: object
+    wanted: list[tuple[int, list[tuple[int, int]], bool]],
+    step: int,
+    chunk: int,
+    cached: int,
+    random: object,
 ) -> None:
     scheduler = Scheduler(step, chunk, 100)
     spans, atomic = {}, {}
@@ -189,11 +222,11 @@ def test_every_token_runs_once_in_order_and_never_without_its_image(
         spans[key] = spans_of(total, pieces)
         atomic[key] = [(s.positions[0], s.positions[-1] + 1) for s in spans[key] if whole]
         scheduler.admit(key, total, spans[key], atomic[key])
-    scheduler.reserve(always)
-    missing = [(key, span.index) for key in spans for span in spans[key]]
+    done = {key: 0 if atomic[key] else cached % wanted[key][0] for key in spans}
+    scheduler.reserve(lambda key: done[key])
+    missing = [(k, span.index) for k in spans for span in spans[k] if span.reaches(done[k])]
     random.shuffle(missing)  # type: ignore[attr-defined]
     ready: set[tuple[int, int]] = set()
-    done = dict.fromkeys(spans, 0)
     while scheduler.running:
         batch = scheduler.next_batch()
         scheduler.check_integrity()

@@ -9,35 +9,11 @@ from typing import Any
 import pytest
 
 from epd.errors import EpdError, ErrorKind
-from epd.handoff import embedding_contract
-from epd.jobs import FinishReason, ImageItem
+from epd.jobs import FinishReason
 from epd.transfer.arena import page_aligned
-from epd.transfer.checksum import checksum
-from epd.transfer.contract import Handle, Span
-from prefill.ticket import Admitted, EmbeddingFetched, FirstToken, KvReady, ReadsTerminal, Ticket
-from prefill.worker import PrefillWorker
-from tests.unit.fake_stage import IMAGE, POISON, FakeLm, FakeMemory, config, prefill_job
-
-
-class Bench:
-    def __init__(self, **settings: Any) -> None:
-        self.lm, self.memory = FakeLm(), FakeMemory()
-        lm: Any = self.lm
-        memory: Any = self.memory
-        self.worker = PrefillWorker(config(**settings), lm, memory, 1000)
-        self.worker.start()
-
-    @property
-    def used(self) -> Any:
-        return self.worker.state()["kv_blocks_used"]
-
-    def idle(self) -> None:
-        self.memory.now += 10
-        self.worker.tick()
-        self.worker.check_integrity()
-        assert self.used == 0
-        assert self.worker.state()["arena_bytes_used"] == 0
-        assert self.worker.state()["tickets"] == 0
+from prefill.ticket import Admitted, EmbeddingFetched, FirstToken, KvReady, ReadsTerminal
+from tests.unit.fake_stage import IMAGE, POISON, prefill_job
+from tests.unit.prefill_bench import Bench, announced, image, in_step, until
 
 
 @pytest.fixture
@@ -47,23 +23,6 @@ async def bench() -> AsyncIterator[Bench]:
     made.lm.gate.set()
     await made.worker.shut_down()
     made.idle()
-
-
-async def until(ticket: Ticket, kind: type) -> list[Any]:
-    """Events up to the first of `kind`."""
-    events: list[Any] = []
-    async with asyncio.timeout(5):
-        while not any(isinstance(event, kind) for event in events):
-            taken = await ticket.events.take()
-            assert taken, f"closed without {kind.__name__}: {events}"
-            events += taken
-    return events
-
-
-async def in_step(ticket: Ticket) -> None:
-    async with asyncio.timeout(5):
-        while not ticket.in_step:
-            await asyncio.sleep(0.001)
 
 
 async def test_events_in_order_and_blocks_sealed_once(bench: Bench) -> None:
@@ -150,7 +109,7 @@ async def test_a_request_waits_until_all_its_memory_is_free(bench: Bench) -> Non
     """16 blocks: the first takes 10, the second needs 8, the third 1."""
     first = await bench.worker.submit(prefill_job([20] * 40))
     await until(first, FirstToken)
-    second = await bench.worker.submit(prefill_job([20] * 32))
+    second = await bench.worker.submit(prefill_job([21] * 32))
     third = await bench.worker.submit(prefill_job([20]))
     await asyncio.sleep(0.05)
     assert not second.admitted
@@ -160,16 +119,6 @@ async def test_a_request_waits_until_all_its_memory_is_free(bench: Bench) -> Non
     await until(third, FirstToken)
     bench.worker.close(second, clean=True)
     bench.worker.close(third, clean=True)
-
-
-def image(rows: int = 3) -> ImageItem:
-    return ImageItem(0, b"d" * 32, rows, (), 8, 8, 1)
-
-
-def announced(bench: Bench, memory: Any, nonce: int = 5, rows: int = 3) -> Handle:
-    span = Span(memory.data_ptr(), rows * 16, checksum(memory[: rows * 16]))
-    contract = embedding_contract(bench.lm.spec, rows, nonce)
-    return Handle(FakeMemory.peer, contract, (span,), 1000)
 
 
 async def test_an_image_is_read_verified_and_its_place_given_back(bench: Bench) -> None:

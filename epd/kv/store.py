@@ -1,0 +1,74 @@
+"""A worker's KV cache as one thing: the memory, who holds which block, what is cached.
+
+Built once and handed to the worker, so that workers of one process can share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from epd.jobs import ImageItem
+from epd.kv.blocks import BlockAllocator
+from epd.kv.layout import KvLayout
+from epd.kv.pool import KvPool
+from epd.kv.prefix import BlockChain, Count, PrefixCache, root_hash, uncounted
+
+
+class KvStore:
+    """`num_blocks` blocks of `layout` on `device`; owns their memory.
+
+    `fingerprint` and `numerics_id` name what computes the blocks: others' are not found.
+    `cached` off: nothing outlives its request.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        device: str | torch.device,
+        *,
+        fingerprint: str,
+        numerics_id: str,
+        cached: bool,
+        count: Count = uncounted,
+    ) -> None:
+        self.layout = layout
+        self.pool = KvPool(layout, num_blocks, device)
+        self.blocks = BlockAllocator(num_blocks)
+        self.prefix = PrefixCache(self.blocks, enabled=cached, count=count)
+        self._names = (fingerprint, numerics_id)
+
+    def chain(
+        self,
+        token_ids: Sequence[int],
+        items: Sequence[ImageItem],
+        *,
+        image_token_id: int,
+        prompt_length: int,
+        salt: bytes,
+    ) -> BlockChain:
+        """Hashes of a request's blocks. Milliseconds for thousands of tokens; touches
+        nothing shared, so any thread may call it."""
+        return BlockChain(
+            root_hash(*self._names, self.layout, salt),
+            token_ids,
+            items,
+            image_token_id=image_token_id,
+            prompt_length=prompt_length,
+            block_tokens=self.layout.block_tokens,
+        )
+
+    def state(self) -> dict[str, object]:
+        """Counts for /metrics; idle cached blocks are not used ones."""
+        return {
+            "kv_blocks_used": self.blocks.used,
+            "kv_blocks": self.blocks.num_blocks,
+            "kv_blocks_cached": self.blocks.kept,
+            "kv_blocks_pinned": self.blocks.kept - self.blocks.idle,
+            "kv_block_bytes": self.layout.block_bytes,
+        }
+
+    def check_integrity(self) -> None:
+        self.prefix.check_integrity()

@@ -1,0 +1,220 @@
+"""Decode's prefix cache in its worker: only the blocks that lack are read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from decode.ticket import Admitted, Finished, KvFetched, TokenMade
+from epd.errors import EpdError, ErrorKind
+from epd.jobs import ImageItem, SampledToken
+from tests.unit.decode_bench import Bench, drain
+from tests.unit.fake_stage import BLOCK, IMAGE, decode_job
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    made = Bench()
+    yield made
+    made.lm.gate.set()
+    made.memory.engine.gate.set()
+    await asyncio.sleep(0.02)
+    await made.worker.shut_down()
+    made.worker.check_integrity()
+    assert made.used == 0
+    assert made.worker.state()["tickets"] == 0
+    check_content(made, {})
+
+
+def check_content(bench: Bench, expected: dict[int, list[int]]) -> None:
+    """What cached blocks hold is finished: no zeros, and what the test says."""
+    for block in bench.kv.prefix._entries:
+        held = bench.kv.pool.k(0)[block, :, 0, 0].tolist()
+        assert 0 not in held
+        assert held == expected.get(block, held)
+
+
+async def ask(bench: Bench, ids: Sequence[int], **job: Any) -> tuple[int, int, list[int]]:
+    """A whole request: (cached tokens, blocks read, output ids)."""
+    first = ids[-1] + 1
+    ticket = await bench.join(ids, first, **job)
+    events = await drain(ticket)
+    bench.worker.close(ticket)
+    assert isinstance(events[-1], Finished)
+    admitted, fetched = (next(e for e in events if isinstance(e, k)) for k in (Admitted, KvFetched))
+    read = fetched.transfer_bytes / bench.owner.layout.block_bytes
+    assert read == -(-len(ids) // BLOCK) - admitted.cached_tokens // BLOCK
+    output = [first, *(event.token.id for event in events if isinstance(event, TokenMade))]
+    return admitted.cached_tokens, int(read), output
+
+
+@pytest.mark.parametrize(("length", "found"), [(3, 0), (4, 4), (5, 4), (8, 8), (9, 8)])
+async def test_the_same_prompt_again_reads_what_lacks_and_may_be_nothing(
+    bench: Bench, length: int, found: int
+) -> None:
+    ids = list(range(20, 20 + length))
+    assert (await ask(bench, ids))[0] == 0
+    again = await ask(bench, ids)
+    assert again[:2] == (found, -(-length // BLOCK) - found // BLOCK)
+    assert again[2] == list(range(20 + length, 28 + length))
+
+
+async def test_a_hundred_times_the_same(bench: Bench) -> None:
+    ids = list(range(20, 28))
+    for turn in range(100):
+        assert (await ask(bench, ids))[:2] == ((8, 0) if turn else (0, 2))
+    assert bench.used == 0
+
+
+async def test_a_full_hit_needs_no_word_of_prefill_but_start(bench: Bench) -> None:
+    """Nothing to read: fetched is said as soon as places are reserved."""
+    ids = list(range(20, 28))
+    await ask(bench, ids)
+    ticket = await bench.worker.submit(decode_job(ids))
+    bench.worker.kv_ready(ticket, 0, bench.handle([0]), 4)
+    await asyncio.sleep(0.02)
+    assert ticket.fetched
+    with pytest.raises(EpdError, match="kv_tokens"):
+        bench.worker.begin(ticket, SampledToken(28), 8)
+    bench.worker.kv_ready(ticket, 1, bench.handle([1]), 8)
+    bench.worker.begin(ticket, SampledToken(28), 8)
+    assert isinstance((await drain(ticket))[-1], Finished)
+    bench.worker.close(ticket)
+
+
+async def test_the_next_turn_reads_neither_the_prompt_nor_the_answer(bench: Bench) -> None:
+    """10 of prompt, 8 of output (the last has no KV): 17 tokens, four full blocks."""
+    _, _, output = await ask(bench, range(20, 30))
+    turn = [*range(20, 30), *output, 60, 61]
+    assert (await ask(bench, turn))[:2] == (16, 1)
+    assert bench.kv.blocks.kept >= 5
+
+
+async def test_generated_blocks_hold_what_prefill_would_compute(bench: Bench) -> None:
+    _, _, output = await ask(bench, range(20, 30), max_tokens=12)
+    ids = [*range(20, 30), *output]
+    chained = bench.kv.chain(ids, (), image_token_id=IMAGE, prompt_length=10, salt=b"").hashes
+    found = bench.kv.prefix._longest(chained)
+    assert len(found) == 21 // BLOCK
+    check_content(bench, {b: ids[i * BLOCK : (i + 1) * BLOCK] for i, b in enumerate(found)})
+
+
+async def test_blocks_announced_in_pieces_are_read_from_where_the_cache_ends(
+    bench: Bench,
+) -> None:
+    ids = list(range(20, 34))
+    await ask(bench, ids[:7], max_tokens=2)
+    bench.compute(ids)
+    ticket = await bench.worker.submit(decode_job(ids, max_tokens=2))
+    bench.worker.kv_ready(ticket, 0, bench.handle([0, 1, 2]), 12)
+    bench.worker.kv_ready(ticket, 3, bench.handle([3]), 14)
+    bench.worker.begin(ticket, SampledToken(34), 14)
+    events = await drain(ticket)
+    assert ticket.transfer_bytes == 2 * bench.owner.layout.block_bytes, "8 cached by then"
+    assert events[0] == Admitted(8)
+    bench.worker.close(ticket)
+
+
+async def test_choices_of_one_prompt_share_what_the_first_has_read(bench: Bench) -> None:
+    ids = list(range(20, 30))
+    bench.lm.gate.clear()
+    first = await bench.join(ids, 30)
+    await asyncio.sleep(0.02)
+    second = await bench.join(ids, 40)
+    await asyncio.sleep(0.02)
+    assert second.transfer_bytes == bench.owner.layout.block_bytes, "its own last block"
+    bench.lm.gate.set()
+    ours, theirs = await drain(first), await drain(second)
+    assert [e.token.id for e in ours if isinstance(e, TokenMade)] == list(range(31, 38))
+    assert [e.token.id for e in theirs if isinstance(e, TokenMade)] == list(range(41, 48))
+    bench.worker.close(first)
+    bench.worker.close(second)
+
+
+async def test_tenants_and_images_never_share(bench: Bench) -> None:
+    ids = [20, IMAGE, IMAGE, 21, 22]
+
+    def items(name: bytes) -> tuple[ImageItem, ...]:
+        return (ImageItem(0, name * 32, 2, (), 8, 8, 1),)
+
+    assert (await ask(bench, ids, items=items(b"a")))[0] == 0
+    assert (await ask(bench, ids, items=items(b"b")))[0] == 0
+    assert (await ask(bench, ids, items=items(b"a"), salt=b"tenant"))[0] == 0
+    assert (await ask(bench, ids, items=items(b"a")))[0] == 4
+
+
+async def test_bytes_that_fail_their_check_are_not_kept(bench: Bench) -> None:
+    ids = list(range(20, 28))
+    bench.compute(ids)
+    ticket = await bench.worker.submit(decode_job(ids))
+    good, bad = bench.handle([0]), bench.handle([1])
+    bench.owner.k(0)[1] = 77
+    bench.worker.kv_ready(ticket, 0, good, 4)
+    bench.worker.kv_ready(ticket, 1, bad, 8)
+    with pytest.raises(EpdError) as caught:
+        await drain(ticket)
+    assert caught.value.kind is ErrorKind.CHECKSUM_MISMATCH
+    bench.worker.close(ticket)
+    assert (await ask(bench, ids))[:2] == (4, 1)
+
+
+async def test_a_read_that_was_given_up_leaves_nothing_behind(bench: Bench) -> None:
+    ids = list(range(20, 28))
+    bench.memory.engine.gate.clear()
+    ticket = await bench.join(ids)
+    await asyncio.sleep(0.02)
+    bench.worker.cancel(ticket)
+    bench.memory.engine.gate.set()
+    await drain(ticket)
+    bench.worker.close(ticket)
+    assert bench.kv.blocks.kept == 0
+    assert (await ask(bench, ids))[:2] == (0, 2)
+
+
+async def test_what_a_failed_sequence_computed_is_not_spread(bench: Bench) -> None:
+    ids = list(range(20, 28))
+    await ask(bench, ids)
+    forward = bench.lm.forward
+    bench.lm.forward = lambda *work: forward(*work) * torch.nan  # type: ignore[method-assign]
+    ticket = await bench.join(ids)
+    with pytest.raises(EpdError):
+        await drain(ticket)
+    bench.worker.close(ticket)
+    bench.lm.forward = forward  # type: ignore[method-assign]
+    assert (await ask(bench, ids))[0] == 0
+
+
+async def test_a_sequence_that_gave_way_reads_only_what_was_taken_from_it() -> None:
+    """Pool of 16 blocks: the older needs 13 of them, the younger comes again after it."""
+    bench = Bench()
+    bench.lm.gate.clear()
+    older = await bench.join(list(range(20, 24)), 24, max_tokens=48, arrival_ms=1)
+    younger = await bench.join([60, 61, 62, 63], 64, max_tokens=32, arrival_ms=2)
+    bench.lm.gate.set()
+    events: list[Any] = []
+    with pytest.raises(EpdError) as caught:
+        await drain(younger, into=events)
+    assert caught.value.kind is ErrorKind.OVERLOADED
+    bench.worker.close(younger)
+    output = [64, *(e.token.id for e in events if isinstance(e, TokenMade))]
+    await drain(older)
+    bench.worker.close(older)
+    ids = [60, 61, 62, 63, *output]
+    cached, read, rest = await ask(bench, ids, prompt=4, max_tokens=32, arrival_ms=2)
+    assert cached > 0
+    assert read < -(-len(ids) // BLOCK)
+    assert [*output, *rest] == list(range(64, 96))
+    await bench.worker.shut_down()
+    bench.worker.check_integrity()
+
+
+async def test_switched_off_every_block_is_read() -> None:
+    bench = Bench(decode__prefix_cache=False)
+    ids = list(range(20, 30))
+    assert [(await ask(bench, ids))[:2] for _ in range(2)] == [(0, 3), (0, 3)]
+    assert bench.kv.blocks.kept == 0
+    await bench.worker.shut_down()
