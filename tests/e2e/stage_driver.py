@@ -154,6 +154,8 @@ class Request:
     arrival_ms: int = field(default_factory=lambda: int(time.time() * 1000))
     name: str = field(default_factory=lambda: f"req-{secrets.token_hex(4)}")
     nonce: int = field(default_factory=lambda: secrets.randbits(64))
+    salt: bytes = b""
+    """A random one: no cache knows anything of it."""
 
 
 def png(image: Image.Image) -> bytes:
@@ -266,6 +268,7 @@ class Client:
             tuple(request.items),
             request.sampling,
             decode_follows,
+            salt=request.salt,
         )
         message = prefill_job_to_proto(job, request.fingerprint)
         remember_status(call)
@@ -283,6 +286,7 @@ class Client:
             tuple(request.items),
             request.sampling,
             delta,
+            salt=request.salt,
             arrival_ms=request.arrival_ms,
         )
         message = decode_job_to_proto(job, request.fingerprint)

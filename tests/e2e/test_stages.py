@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -209,7 +210,7 @@ async def test_embeddings_and_kv_go_through_the_transfer_engine(
         return 0.0
 
     before = moved("prefill", "embedding"), moved("decode", "kv")
-    request = planner.request(ONE, IMAGES[:1])
+    request = replace(planner.request(ONE, IMAGES[:1]), salt=secrets.token_bytes(8))
     await client.run(request)
     spec = planner.spec
     rows = spec.planes * request.items[0].rows * spec.hidden * 4
@@ -330,7 +331,7 @@ async def refusals(
     """What prefill says to a spoiled embedding, and decode to spoiled KV."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await client.run(planner.request(ONE, IMAGES[:1]), on_embedding=spoil)
-    request = planner.request(TEXT)
+    request = replace(planner.request(TEXT), salt=secrets.token_bytes(8))
     prefill = await client.start_prefill(request)
     ready = await read_until(prefill, "kv_ready")
     spoil(ready.handle)
