@@ -211,7 +211,12 @@ class EncodeWorker:
         )
 
     def load(self) -> Load:
-        return Load(running=self._works.batcher.running, waiting=self._works.batcher.waiting)
+        return Load(
+            running=self._works.batcher.running,
+            waiting=self._works.batcher.waiting,
+            queued_rows=self._works.queued_rows,
+            us_per_row=self._works.us_per_row,
+        )
 
     def state(self) -> Mapping[str, object]:
         return {

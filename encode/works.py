@@ -30,6 +30,8 @@ from epd.transfer.arena import Arena, Extent
 from epd.transfer.checksum import checksum
 
 logger = logging.getLogger(__name__)
+_MEMORY = 0.8
+"""How much of what earlier batches cost still counts after one more."""
 Ended = Callable[[Work, int | EpdError], None]
 
 
@@ -57,6 +59,7 @@ class Works:
         self.batcher = Batcher(config.encode.batch_patches, config.encode.max_queue)
         self._works: dict[int, Work] = {}
         self._next = 0
+        self._cost_us = self._cost_rows = 0.0
         self.steps = StepLoop(Stage.ENCODE, self._step, self._runnable, thread)
 
     def __len__(self) -> int:
@@ -64,6 +67,16 @@ class Works:
 
     def __getitem__(self, number: int) -> Work:
         return self._works[number]
+
+    @property
+    def queued_rows(self) -> int:
+        """Of all that wait or run."""
+        return sum(work.job.item.rows for work in self._works.values())
+
+    @property
+    def us_per_row(self) -> float:
+        """What a row cost lately, in engine time; 0: nothing was encoded yet."""
+        return self._cost_us / self._cost_rows if self._cost_rows else 0.0
 
     def begin(self, key: bytes, job: EncodeJob, nbytes: int) -> Work:
         """Queue a picture whose rows take `nbytes`.
@@ -170,6 +183,8 @@ class Works:
             work.queue_ms = work.since.ms - work.preprocess_ms
         results = await self.steps.run(lambda: self._forward(batch), len(batch))
         self.batcher.complete(numbers)
+        self._cost_us = _MEMORY * self._cost_us + 1000 * watch.ms
+        self._cost_rows = _MEMORY * self._cost_rows + sum(w.job.item.rows for w in batch)
         for work, result in zip(batch, results, strict=True):
             work.run_ms = watch.ms
             if not isinstance(result, EpdError):

@@ -98,6 +98,8 @@ class Encoding:
             try:
                 ready = await self._result(stream)
             except StageFault as fault:
+                digest = self._jobs.request.items[index].digest
+                self._stages.registry.not_encoded(digest, stream.worker)
                 if not (left and self._may_move(fault, index)):
                     raise
             else:
@@ -116,8 +118,8 @@ class Encoding:
 
     def _open(self, index: int) -> StageStream:
         request = self._jobs.request
-        avoid = self._progress.avoid[Stage.ENCODE]
-        worker = self._stages.registry.choose(Stage.ENCODE, avoid, request.items[index].digest)
+        avoid, item = self._progress.avoid[Stage.ENCODE], request.items[index]
+        worker = self._stages.registry.choose_encoder(item.digest, item.rows, avoid)
         stream = self._stages.open(Stage.ENCODE, worker, self._deadline, request.request_id)
         self.streams.append(stream)
         stream.send(self._jobs.encode(index))

@@ -86,6 +86,7 @@ class MembershipService(pb_grpc.MembershipServicer):
             worker.running, worker.waiting = beat.running, beat.waiting
             worker.kv_tokens_free, worker.steps = beat.kv_tokens_free, beat.steps
             worker.serving = beat.serving
+            worker.queued_rows, worker.us_per_row = beat.queued_rows, beat.us_per_row
             self._registry.heard(worker)
         elif kind == "leaving":
             _log.info("%s drains", card_identity(worker.card))

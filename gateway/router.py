@@ -1,13 +1,16 @@
 """Which worker gets a piece of work. Pure: no I/O, no clock, no registry.
 
-`load` is requests running and waiting. Encoders are chosen by the image's digest
-(the same picture goes where its embedding may still be), unless that worker has
-far more than its share.
+`load` is requests running and waiting. An image goes to the encoder that would have it
+done first: what waits there and the image itself, in rows times what a row costs there.
+One that has the image already only has its queue to count. Among those that are about as
+good, the image's digest decides (rendezvous hashing), so that all gateways send the same
+picture to the same encoder, where its embedding may be kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from typing import Protocol, TypeVar
 
 from blake3 import blake3
@@ -15,6 +18,8 @@ from blake3 import blake3
 _LOAD_BOUND = 1.25
 """Times the mean load that a preferred worker may have (consistent hashing with
 bounded loads, Mirrokni et al. 2018)."""
+_AFFINITY = 0.5
+"""Of an image's own cost: how much later it may be done where its digest belongs."""
 
 
 class Candidate(Protocol):
@@ -47,9 +52,68 @@ def _overloaded(one: C, candidates: Sequence[C]) -> bool:
     return one.load >= 1 + _LOAD_BOUND * mean
 
 
-def for_digest(candidates: Sequence[C], digest: bytes) -> C:
-    """Rendezvous hashing: the same digest goes to the same worker while it lives, and
-    a joining or leaving worker moves only its own share. Skips workers over the bound."""
+class Encoder(Candidate, Protocol):
+    @property
+    def rows_ahead(self) -> int:
+        """Rows of the images that would be encoded before a new one."""
+        ...
+
+    @property
+    def us_per_row(self) -> float:
+        """Measured; 0: not known yet."""
+        ...
+
+    @property
+    def life(self) -> Hashable:
+        """Another one after a restart: it keeps nothing of the life before."""
+        ...
+
+
+E = TypeVar("E", bound=Encoder)
+
+
+class Kept:
+    """Which encoder was sent which image: what it may hold, or is making. Bounded: what
+    was sent longest ago is forgotten, as an encoder's own cache does."""
+
+    def __init__(self, most: int = 4096) -> None:
+        self._most = most
+        self._sent: OrderedDict[tuple[bytes, Hashable], None] = OrderedDict()
+
+    def sent(self, digest: bytes, encoder: Hashable) -> None:
+        self._sent[digest, encoder] = None
+        self._sent.move_to_end((digest, encoder))
+        while len(self._sent) > self._most:
+            self._sent.popitem(last=False)
+
+    def forget(self, digest: bytes, encoder: Hashable) -> None:
+        """It did not come to an embedding."""
+        self._sent.pop((digest, encoder), None)
+
+    def has(self, digest: bytes, encoder: Hashable) -> bool:
+        return (digest, encoder) in self._sent
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+
+def for_image(candidates: Sequence[E], digest: bytes, rows: int, kept: Kept) -> E:
+    """The encoder that has the image's rows first, or nearly so and where it belongs.
+
+    A joining or leaving encoder moves only its own share of idle encoders' digests.
+    """
     assert candidates
+    known = [candidate.us_per_row for candidate in candidates if candidate.us_per_row > 0]
+    usual = sum(known) / len(known) if known else 1.0
+
+    def done_in(candidate: E) -> float:
+        own = 0 if kept.has(digest, candidate.life) else rows
+        return (candidate.rows_ahead + own) * (candidate.us_per_row or usual)
+
+    soonest = min(map(done_in, candidates))
     ranked = sorted(candidates, key=lambda c: blake3(c.identity + digest).digest())
-    return next((c for c in ranked if not _overloaded(c, candidates)), ranked[0])
+    for candidate in ranked:  # encoding it twice is worth nothing where nobody is sooner
+        if kept.has(digest, candidate.life) and done_in(candidate) <= soonest:
+            return candidate
+    bound = soonest + _AFFINITY * rows * usual
+    return next(candidate for candidate in ranked if done_in(candidate) <= bound)

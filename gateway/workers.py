@@ -69,8 +69,12 @@ class Worker:
     draining: bool = False
     suspect: bool = False
     gone: bool = False
+    queued_rows: int = 0
+    us_per_row: float = 0.0
     pending: int = 0
     """Streams that we opened since its last heartbeat."""
+    pending_rows: int = 0
+    """Of images that we sent since then, as far as it must encode them."""
     streams: set[OpenStream] = field(default_factory=set)
 
     @property
@@ -78,9 +82,17 @@ class Worker:
         return self.running + self.waiting + self.pending
 
     @property
+    def rows_ahead(self) -> int:
+        return self.queued_rows + self.pending_rows
+
+    @property
     def identity(self) -> bytes:
         """Stable over restarts, so that digests keep their worker."""
         return self.card.address.encode()
+
+    @property
+    def life(self) -> tuple[str, int]:
+        return self.card.address, self.card.epoch
 
     @property
     def state(self) -> str:
@@ -121,6 +133,7 @@ class Registry:
         self._swept = clock()
         self._workers: dict[str, Worker] = {}
         self._turn = 0
+        self._kept = router.Kept()
         self._change = asyncio.Event()
 
     @property
@@ -151,7 +164,7 @@ class Registry:
     def heard(self, worker: Worker) -> None:
         """A heartbeat's load was stored: the worker lives."""
         worker.last_seen = self._clock()
-        worker.pending = 0
+        worker.pending = worker.pending_rows = 0
         worker.suspect = False
         self._wake()
 
@@ -213,7 +226,6 @@ class Registry:
         self,
         stage: Stage,
         avoid: Iterable[Worker] = (),
-        digest: bytes | None = None,
         near: Worker | None = None,
     ) -> Worker:
         """A live worker, rather none of `avoid`, and rather `near`, if it hosts the stage:
@@ -225,16 +237,28 @@ class Registry:
         live = self.live(stage)
         if near is not None and near.state == "draining" and stage in near.card.stages:
             live.append(near)
-        if not live:
-            raise unavailable(stage)
-        avoided = set(map(id, avoid))
-        candidates = [worker for worker in live if id(worker) not in avoided] or live
+        candidates = _rather_not(live, avoid, stage)
         self._turn += 1
-        if digest is not None:
-            return router.for_digest(candidates, digest)
         if near is not None:
             return router.nearest(candidates, near, self._turn)
         return router.least_loaded(candidates, self._turn)
+
+    def choose_encoder(self, digest: bytes, rows: int, avoid: Iterable[Worker] = ()) -> Worker:
+        """A live encoder for an image; it counts as sent there.
+
+        Raises:
+            EpdError: STAGE_UNAVAILABLE if none is live.
+        """
+        candidates = _rather_not(self.live(Stage.ENCODE), avoid, Stage.ENCODE)
+        encoder = router.for_image(candidates, digest, rows, self._kept)
+        if not self._kept.has(digest, encoder.life):
+            encoder.pending_rows += rows
+        self._kept.sent(digest, encoder.life)
+        return encoder
+
+    def not_encoded(self, digest: bytes, encoder: Worker) -> None:
+        """An image that was sent there came to nothing."""
+        self._kept.forget(digest, encoder.life)
 
     def has_other(self, stage: Stage, avoid: Iterable[Worker]) -> bool:
         avoided = set(map(id, avoid))
@@ -269,6 +293,7 @@ class Registry:
                 "waiting": worker.waiting,
                 "kv_tokens_free": worker.kv_tokens_free,
                 "steps": worker.steps,
+                "us_per_row": round(worker.us_per_row, 1),
                 "streams": len(worker.streams),
                 "version": worker.card.version,
             }
@@ -281,6 +306,14 @@ class Registry:
 
     def _wake(self) -> None:
         self._change.set()
+
+
+def _rather_not(live: list[Worker], avoid: Iterable[Worker], stage: Stage) -> list[Worker]:
+    """Live workers, without those to avoid if others are left."""
+    if not live:
+        raise unavailable(stage)
+    avoided = set(map(id, avoid))
+    return [worker for worker in live if id(worker) not in avoided] or live
 
 
 def unavailable(stage: Stage) -> EpdError:

@@ -36,6 +36,8 @@ class Load:
     running: int
     waiting: int
     kv_tokens_free: int = 0
+    queued_rows: int = 0
+    us_per_row: float = 0.0
 
 
 class Worker(Protocol):
@@ -108,6 +110,8 @@ class WorkerGroup:
             running=sum(load.running for load in loads),
             waiting=sum(load.waiting for load in loads),
             kv_tokens_free=_least(load.kv_tokens_free for load in loads),
+            queued_rows=sum(load.queued_rows for load in loads),
+            us_per_row=sum(load.us_per_row for load in loads),
         )
 
     @property

@@ -194,6 +194,8 @@ def _heartbeat(group: WorkerGroup, server: Server) -> pb.Heartbeat:
         kv_tokens_free=load.kv_tokens_free,
         steps=group.steps,
         serving=server.serving,
+        queued_rows=load.queued_rows,
+        us_per_row=load.us_per_row,
     )
 
 

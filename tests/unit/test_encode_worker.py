@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -63,9 +64,14 @@ class Tower:
     def __init__(self) -> None:
         self.spec = FakeLm().spec
         self.encoded: Counter[int] = Counter()
+        self.batches: list[list[int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
 
     def encode(self, images: Sequence[PreparedImage]) -> list[torch.Tensor]:
+        assert self.gate.wait(5)
         pictures = [int(image.tensors["picture"]) for image in images]
+        self.batches.append(pictures)
         if POISON in pictures:
             raise ZeroDivisionError("poison")
         self.encoded.update(pictures)
@@ -255,6 +261,54 @@ def test_what_differs_is_another_key(other: EncodeJob) -> None:
 
 def test_place_request_and_attempt_are_no_part_of_the_key() -> None:
     assert content_key(job(1, "a", index=3)) == content_key(job(1, "b"))
+
+
+async def test_the_next_pictures_are_decoded_while_the_tower_runs(bench: Bench) -> None:
+    """And then share a batch, within the budget of patches."""
+    bench.tower.gate.clear()
+    first = bench.worker.submit(job(1))
+    async with asyncio.timeout(5):
+        while not bench.worker.steps.in_step:
+            await asyncio.sleep(0.001)
+    others = [bench.worker.submit(job(picture)) for picture in (2, 3)]
+    async with asyncio.timeout(5):
+        while set(bench.pictures.decoded) != {1, 2, 3}:
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0.01)
+    assert bench.worker.steps.in_step, "the tower is at picture 1 still"
+    assert not any(ticket.finished.done() for ticket in (first, *others))
+    bench.tower.gate.set()
+    for ticket in (first, *others):
+        await asyncio.wait_for(ticket.finished, 5)
+    assert bench.tower.batches == [[1], [2, 3]]
+    for ticket in (first, *others):
+        bench.worker.close(ticket, clean=True)
+
+
+async def test_a_batch_holds_no_more_patches_than_allowed() -> None:
+    bench = Bench(encode__batch_patches=2 * ROWS - 1)
+    bench.tower.gate.clear()
+    tickets = [bench.worker.submit(job(picture)) for picture in (1, 2, 3)]
+    await asyncio.sleep(0.02)
+    bench.tower.gate.set()
+    for ticket in tickets:
+        await asyncio.wait_for(ticket.finished, 5)
+        bench.worker.close(ticket, clean=True)
+    assert bench.tower.batches == [[1], [2], [3]]
+    await bench.close()
+
+
+async def test_the_router_is_told_of_rows_and_what_they_cost(bench: Bench) -> None:
+    assert (bench.worker.load().queued_rows, bench.worker.load().us_per_row) == (0, 0.0)
+    bench.pictures.gate.clear()
+    tickets = [bench.worker.submit(job(picture)) for picture in (1, 1, 2)]
+    assert bench.worker.load().queued_rows == 2 * ROWS, "one picture twice is encoded once"
+    bench.pictures.gate.set()
+    for ticket in tickets:
+        await asyncio.wait_for(ticket.finished, 5)
+        bench.worker.close(ticket, clean=True)
+    assert bench.worker.load().queued_rows == 0
+    assert bench.worker.load().us_per_row > 0
 
 
 STEPS = st.lists(

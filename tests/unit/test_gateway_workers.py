@@ -7,8 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
@@ -198,32 +196,6 @@ def test_ties_go_round() -> None:
     candidates = [Candidate(name) for name in "abc"]
     chosen = Counter(router.least_loaded(candidates, turn).name for turn in range(9))
     assert set(chosen.values()) == {3}
-
-
-@given(st.binary(min_size=1, max_size=8))
-def test_a_digest_keeps_its_worker_when_another_leaves(digest: bytes) -> None:
-    candidates = [Candidate(name) for name in "abcde"]
-    home = router.for_digest(candidates, digest)
-    for leaving in candidates:
-        left = [candidate for candidate in candidates if candidate is not leaving]
-        if leaving is not home:
-            assert router.for_digest(left, digest) is home
-
-
-def test_digests_spread() -> None:
-    candidates = [Candidate(name) for name in "abcd"]
-    chosen = Counter(router.for_digest(candidates, bytes([i])).name for i in range(200))
-    assert set(chosen) == set("abcd")
-    assert min(chosen.values()) > 25
-
-
-def test_an_overloaded_home_is_passed_over() -> None:
-    idle = [Candidate(name) for name in "abcd"]
-    home = router.for_digest(idle, b"picture")
-    busy = [Candidate(c.name, 10 if c.name == home.name else 0) for c in idle]
-    assert router.for_digest(busy, b"picture").name != home.name
-    even = [Candidate(c.name, 10) for c in idle]
-    assert router.for_digest(even, b"picture").name == home.name
 
 
 def test_decode_is_rather_where_prefill_is(registry: Registry) -> None:

@@ -24,33 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eprotos/epd/v1/membership.proto\x12\x06\x65pd.v1\"\x82\x01\n\x0cWorkerReport\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\r.epd.v1.HelloH\x00\x12&\n\theartbeat\x18\x02 \x01(\x0b\x32\x11.epd.v1.HeartbeatH\x00\x12\"\n\x07leaving\x18\x03 \x01(\x0b\x32\x0f.epd.v1.LeavingH\x00\x42\x06\n\x04kind\"\xdf\x01\n\x05Hello\x12\x1d\n\x06stages\x18\x01 \x03(\x0e\x32\r.epd.v1.Stage\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x11\n\tkv_layout\x18\x05 \x01(\t\x12\x16\n\x0ekv_block_shape\x18\x06 \x03(\x03\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x08 \x01(\t\x12\"\n\x08\x63\x61pacity\x18\t \x01(\x0b\x32\x10.epd.v1.Capacity\x12\x0f\n\x07version\x18\n \x01(\t\"W\n\x08\x43\x61pacity\x12\x11\n\tkv_tokens\x18\x01 \x01(\x04\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\x12\x10\n\x08max_rows\x18\x03 \x01(\r\x12\x11\n\tmax_queue\x18\x04 \x01(\r\"e\n\tHeartbeat\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ekv_tokens_free\x18\x03 \x01(\x04\x12\r\n\x05steps\x18\x04 \x01(\x04\x12\x0f\n\x07serving\x18\x05 \x01(\x08\"\x1b\n\x07Leaving\x12\x10\n\x08grace_ms\x18\x01 \x01(\r\"|\n\x0cGatewayReply\x12\"\n\x07welcome\x18\x01 \x01(\x0b\x32\x0f.epd.v1.WelcomeH\x00\x12\"\n\x07refused\x18\x02 \x01(\x0b\x32\x0f.epd.v1.RefusedH\x00\x12\x1c\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x0c.epd.v1.BeatH\x00\x42\x06\n\x04kind\"0\n\x07Welcome\x12\x14\n\x0cheartbeat_ms\x18\x01 \x01(\r\x12\x0f\n\x07\x64\x65\x61\x64_ms\x18\x02 \x01(\r\"\x19\n\x07Refused\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x06\n\x04\x42\x65\x61t*U\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x10\n\x0cSTAGE_ENCODE\x10\x01\x12\x11\n\rSTAGE_PREFILL\x10\x02\x12\x10\n\x0cSTAGE_DECODE\x10\x03\x32\x44\n\nMembership\x12\x36\n\x04Join\x12\x14.epd.v1.WorkerReport\x1a\x14.epd.v1.GatewayReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eprotos/epd/v1/membership.proto\x12\x06\x65pd.v1\"\x82\x01\n\x0cWorkerReport\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\r.epd.v1.HelloH\x00\x12&\n\theartbeat\x18\x02 \x01(\x0b\x32\x11.epd.v1.HeartbeatH\x00\x12\"\n\x07leaving\x18\x03 \x01(\x0b\x32\x0f.epd.v1.LeavingH\x00\x42\x06\n\x04kind\"\xdf\x01\n\x05Hello\x12\x1d\n\x06stages\x18\x01 \x03(\x0e\x32\r.epd.v1.Stage\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x11\n\tkv_layout\x18\x05 \x01(\t\x12\x16\n\x0ekv_block_shape\x18\x06 \x03(\x03\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x08 \x01(\t\x12\"\n\x08\x63\x61pacity\x18\t \x01(\x0b\x32\x10.epd.v1.Capacity\x12\x0f\n\x07version\x18\n \x01(\t\"W\n\x08\x43\x61pacity\x12\x11\n\tkv_tokens\x18\x01 \x01(\x04\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\x12\x10\n\x08max_rows\x18\x03 \x01(\r\x12\x11\n\tmax_queue\x18\x04 \x01(\r\"\x8e\x01\n\tHeartbeat\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ekv_tokens_free\x18\x03 \x01(\x04\x12\r\n\x05steps\x18\x04 \x01(\x04\x12\x0f\n\x07serving\x18\x05 \x01(\x08\x12\x13\n\x0bqueued_rows\x18\x06 \x01(\x04\x12\x12\n\nus_per_row\x18\x07 \x01(\x01\"\x1b\n\x07Leaving\x12\x10\n\x08grace_ms\x18\x01 \x01(\r\"|\n\x0cGatewayReply\x12\"\n\x07welcome\x18\x01 \x01(\x0b\x32\x0f.epd.v1.WelcomeH\x00\x12\"\n\x07refused\x18\x02 \x01(\x0b\x32\x0f.epd.v1.RefusedH\x00\x12\x1c\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x0c.epd.v1.BeatH\x00\x42\x06\n\x04kind\"0\n\x07Welcome\x12\x14\n\x0cheartbeat_ms\x18\x01 \x01(\r\x12\x0f\n\x07\x64\x65\x61\x64_ms\x18\x02 \x01(\r\"\x19\n\x07Refused\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x06\n\x04\x42\x65\x61t*U\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x10\n\x0cSTAGE_ENCODE\x10\x01\x12\x11\n\rSTAGE_PREFILL\x10\x02\x12\x10\n\x0cSTAGE_DECODE\x10\x03\x32\x44\n\nMembership\x12\x36\n\x04Join\x12\x14.epd.v1.WorkerReport\x1a\x14.epd.v1.GatewayReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.epd.v1.membership_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STAGE']._serialized_start=833
-  _globals['_STAGE']._serialized_end=918
+  _globals['_STAGE']._serialized_start=875
+  _globals['_STAGE']._serialized_end=960
   _globals['_WORKERREPORT']._serialized_start=43
   _globals['_WORKERREPORT']._serialized_end=173
   _globals['_HELLO']._serialized_start=176
   _globals['_HELLO']._serialized_end=399
   _globals['_CAPACITY']._serialized_start=401
   _globals['_CAPACITY']._serialized_end=488
-  _globals['_HEARTBEAT']._serialized_start=490
-  _globals['_HEARTBEAT']._serialized_end=591
-  _globals['_LEAVING']._serialized_start=593
-  _globals['_LEAVING']._serialized_end=620
-  _globals['_GATEWAYREPLY']._serialized_start=622
-  _globals['_GATEWAYREPLY']._serialized_end=746
-  _globals['_WELCOME']._serialized_start=748
-  _globals['_WELCOME']._serialized_end=796
-  _globals['_REFUSED']._serialized_start=798
-  _globals['_REFUSED']._serialized_end=823
-  _globals['_BEAT']._serialized_start=825
-  _globals['_BEAT']._serialized_end=831
-  _globals['_MEMBERSHIP']._serialized_start=920
-  _globals['_MEMBERSHIP']._serialized_end=988
+  _globals['_HEARTBEAT']._serialized_start=491
+  _globals['_HEARTBEAT']._serialized_end=633
+  _globals['_LEAVING']._serialized_start=635
+  _globals['_LEAVING']._serialized_end=662
+  _globals['_GATEWAYREPLY']._serialized_start=664
+  _globals['_GATEWAYREPLY']._serialized_end=788
+  _globals['_WELCOME']._serialized_start=790
+  _globals['_WELCOME']._serialized_end=838
+  _globals['_REFUSED']._serialized_start=840
+  _globals['_REFUSED']._serialized_end=865
+  _globals['_BEAT']._serialized_start=867
+  _globals['_BEAT']._serialized_end=873
+  _globals['_MEMBERSHIP']._serialized_start=962
+  _globals['_MEMBERSHIP']._serialized_end=1030
 # @@protoc_insertion_point(module_scope)

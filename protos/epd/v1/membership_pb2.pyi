@@ -204,6 +204,8 @@ class Heartbeat(_message.Message):
     KV_TOKENS_FREE_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     SERVING_FIELD_NUMBER: _builtins.int
+    QUEUED_ROWS_FIELD_NUMBER: _builtins.int
+    US_PER_ROW_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests (encode: images) being worked on: with waiting, the load that the router
     compares.
@@ -218,6 +220,15 @@ class Heartbeat(_message.Message):
     """As gRPC health says: false while there is work and no step, so that the router
     passes by.
     """
+    queued_rows: _builtins.int
+    """Encode: embedding rows of the images that wait or run, each image once however many
+    requests want it. A queue of ten icons is no queue of ten photographs: with
+    us_per_row it says when a new image would begin.
+    """
+    us_per_row: _builtins.float
+    """Encode: what a row cost lately, in microseconds of the engine thread, so that the
+    router knows a slower encoder; 0: it has encoded nothing yet.
+    """
     def __init__(
         self,
         *,
@@ -226,10 +237,12 @@ class Heartbeat(_message.Message):
         kv_tokens_free: _builtins.int = ...,
         steps: _builtins.int = ...,
         serving: _builtins.bool = ...,
+        queued_rows: _builtins.int = ...,
+        us_per_row: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_tokens_free", b"kv_tokens_free", "running", b"running", "serving", b"serving", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_tokens_free", b"kv_tokens_free", "queued_rows", b"queued_rows", "running", b"running", "serving", b"serving", "steps", b"steps", "us_per_row", b"us_per_row", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
