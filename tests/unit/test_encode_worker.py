@@ -263,8 +263,9 @@ def test_place_request_and_attempt_are_no_part_of_the_key() -> None:
     assert content_key(job(1, "a", index=3)) == content_key(job(1, "b"))
 
 
-async def test_the_next_pictures_are_decoded_while_the_tower_runs(bench: Bench) -> None:
+async def test_the_next_pictures_are_decoded_while_the_tower_runs() -> None:
     """And then share a batch, within the budget of patches."""
+    bench = Bench(encode__batch_patches=2 * ROWS)
     bench.tower.gate.clear()
     first = bench.worker.submit(job(1))
     async with asyncio.timeout(5):
@@ -283,6 +284,7 @@ async def test_the_next_pictures_are_decoded_while_the_tower_runs(bench: Bench) 
     assert bench.tower.batches == [[1], [2, 3]]
     for ticket in (first, *others):
         bench.worker.close(ticket, clean=True)
+    await bench.close()
 
 
 async def test_a_batch_holds_no_more_patches_than_allowed() -> None:
