@@ -262,7 +262,9 @@ class DecodeWorker:
     async def _run(self, work: list[tuple[Slot, Ticket]]) -> list[SampledToken | EpdError]:
         metrics.TOKENS.labels(self.stage).inc(len(work))
         results = await self.steps.run(
-            lambda: run_isolated(self._runner.run, work, lambda one: one[1].job.request_id),
+            lambda: run_isolated(
+                self._runner.run, work, lambda one: one[1].job.request_id, self.stage
+            ),
             len(work),
         )
         return list(results)

@@ -195,7 +195,7 @@ class Works:
 
     def _forward(self, batch: Sequence[Work]) -> list[int | EpdError]:
         """In the engine thread: a sum for each image, or why there is none."""
-        return run_isolated(self._encode, batch, lambda work: work.name)
+        return run_isolated(self._encode, batch, lambda work: work.name, Stage.ENCODE)
 
     def _encode(self, batch: Sequence[Work]) -> list[int]:
         images = [work.prepared for work in batch if work.prepared is not None]

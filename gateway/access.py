@@ -20,10 +20,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from epd.config import GatewayConfig
 from epd.errors import EpdError, ErrorKind
+from epd.obs import metrics
+from gateway.outcomes import STAGE, count
 
 _log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
 """For probes and scrapers, which have no keys."""
+ANSWER_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+"""Requests here are counted by how they end (`gateway.outcomes`)."""
 
 
 @dataclass(slots=True)
@@ -126,6 +130,9 @@ class AccessControl:
                 name = caller.name
                 await self._app(scope, receive, watched)
         except EpdError as error:
+            metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
+            if scope["path"] in ANSWER_PATHS:
+                count("refused")
             await _refuse(error, watched)
         finally:
             extra = {

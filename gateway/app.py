@@ -23,14 +23,14 @@ from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from epd.obs import logs, metrics
 from gateway.budget import Hold
-from gateway.chat import STAGE, Answer, ChatService, new_request_id
+from gateway.chat import Answer, ChatService, new_request_id
 from gateway.completions import CompletionEncoder, parse_completion
 from gateway.openai import Encoder
 from gateway.openapi import OPENAPI
+from gateway.outcomes import STAGE, ClientGone, beginning
 from gateway.responses import (
     AnswerEncoder,
     Begun,
-    ClientGone,
     EventStream,
     give_up,
     read_body,
@@ -192,7 +192,7 @@ async def _read(request: Request, service: ChatService, hold: Hold) -> bytes:
 async def _answer(request: Request, request_id: str, service: ChatService, form: Form) -> Response:
     headers = {"x-request-id": request_id}
     with service.budget.hold() as hold:
-        with service.receiving():
+        with beginning(), service.receiving():
             body = await _read(request, service, hold)
             call, encoding = form(body, service.config.limits)
             del body

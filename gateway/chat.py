@@ -18,6 +18,7 @@ from epd.obs import logs, metrics
 from epd.text.output import OutputText, Piece, TextToken
 from epd.text.vocabulary import Vocabulary
 from gateway.budget import Budget, Hold
+from gateway.outcomes import STAGE, beginning, count, outcome_of
 from gateway.pipeline import Pipeline, Run
 from gateway.prepare import Preparer
 from gateway.request import Accepted, Ended, Event, NewTokens, PlannedRequest, joined
@@ -26,7 +27,6 @@ from gateway.timeline import Timeline
 from gateway.toolcalls import CallDelta, CallParser, Delta
 
 _log = logging.getLogger(__name__)
-STAGE = "gateway"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,12 @@ class ChatService:
         Raises:
             EpdError: nothing was begun, or all of it was given up.
         """
+        with beginning():
+            return await self._open(call, request_id, hold, deadline_s)
+
+    async def _open(
+        self, call: ChatCall, request_id: str, hold: Hold, deadline_s: float | None
+    ) -> Answer:
         self.check_model(call.model)
         timeline = Timeline()
         longest = self.config.limits.request_deadline_s
@@ -173,6 +179,10 @@ class Answer:
         self._hold = hold
         self._cached = 0
         self._open = True
+        self._begun = False
+        """Accepted; until then `ChatService.open` knows how it ended."""
+        self._outcome = "cancelled"
+        """Unless it is whole, or ends with a fault."""
         self._texts = [
             OutputText(
                 service.tokenizer,
@@ -199,6 +209,7 @@ class Answer:
         event = await self._run.next()
         assert isinstance(event, Accepted)
         self._cached = event.cached_tokens
+        self._begun = True
 
     async def parts(self) -> AsyncIterator[Part]:
         """Text that may be sent, each piece with its tokens; choices take turns as they
@@ -214,7 +225,7 @@ class Answer:
                     for part in self._take(event):
                         yield part
         except EpdError as error:
-            metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
+            self._outcome = outcome_of(error)
             raise
 
     def _take(self, event: Event) -> Iterator[Part]:
@@ -263,8 +274,8 @@ class Answer:
         self._run.cancel(reason)
         self._hold.release()
         self._service.inflight -= 1
-        outcome = "ok" if self.reason is not None else "failed or cancelled"
-        metrics.REQUESTS.labels(STAGE, outcome).inc()
+        if self._begun:
+            count("ok" if self.reason is not None else self._outcome)
         for phase in self.timeline.phases:
             name = phase.name.partition("[")[0]
             metrics.PHASE_SECONDS.labels(STAGE, name).observe(phase.duration_ms / 1e3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from gateway.access import Access
 from gateway.chat import Answer, ChatService, Part, new_request_id
 from gateway.grpc_receipt import authorization
 from gateway.grpc_request import chat_call, completion_call, tokenize_call
+from gateway.outcomes import beginning
 from gateway.schema import ChatCall
 from protos.epd.v1 import gateway_pb2 as pb
 from protos.epd.v1 import gateway_pb2_grpc as pb_grpc
@@ -85,7 +87,9 @@ class GatewayService(pb_grpc.GatewayServicer):
     async def _answer(
         self, request: _Request, context: Any, read: Callable[..., ChatCall], prefix: str
     ) -> None:
-        with self._access.admit(authorization(context)):
+        with ExitStack() as admitted:
+            with beginning():
+                admitted.enter_context(self._access.admit(authorization(context)))
             request_id = new_request_id(prefix)
             await context.send_initial_metadata((("x-request-id", request_id),))
             with logs.bind(request_id):
@@ -109,8 +113,9 @@ class GatewayService(pb_grpc.GatewayServicer):
     ) -> Answer:
         service = self._service
         with service.budget.hold() as hold:
-            hold.take(request.ByteSize())
-            call = read(service.config.limits, self._vocab_size)
+            with beginning():
+                hold.take(request.ByteSize())
+                call = read(service.config.limits, self._vocab_size)
             answer = await service.open(call, request_id, hold, left_s)
             hold.keep()
         return answer

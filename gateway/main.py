@@ -18,12 +18,13 @@ from epd.rpc.server import Server
 from gateway import grpc_receipt, tls
 from gateway.access import Access, AccessControl
 from gateway.app import build_app, counts, why_not_ready
-from gateway.chat import STAGE, ChatService
+from gateway.chat import ChatService
 from gateway.checkpoint import Loaded, load
 from gateway.grpc_api import SERVICE, GatewayService
 from gateway.http_server import STOP_S, HttpServer
 from gateway.images import Served
 from gateway.membership import MembershipService, sweep_forever
+from gateway.outcomes import STAGE
 from gateway.pipeline import Pipeline
 from gateway.prepare import Preparer
 from gateway.progress import Stages
@@ -91,7 +92,11 @@ class Gateway:
                 allow_headers=["authorization", "content-type"],
             )
         self._membership = Server(
-            STAGE, [_MEMBERSHIP], config.rpc, max_message_bytes=config.rpc.control_bytes
+            STAGE,
+            [_MEMBERSHIP],
+            config.rpc,
+            max_message_bytes=config.rpc.control_bytes,
+            count_streams=False,
         )
         membership_pb2_grpc.add_MembershipServicer_to_server(
             MembershipService(self.registry, config.gateway), self._membership.grpc
@@ -103,6 +108,7 @@ class Gateway:
             max_message_bytes=config.limits.max_body_bytes,
             interceptors=[grpc_receipt.Receipt(config, access)],
             options=grpc_receipt.options(config),
+            count_streams=False,
         )
         gateway_pb2_grpc.add_GatewayServicer_to_server(
             GatewayService(self.service, spec.vocab_size, spec.fingerprint, access),

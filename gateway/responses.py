@@ -14,8 +14,10 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from epd.errors import EpdError, ErrorKind
+from epd.obs import metrics
 from gateway.budget import Hold
 from gateway.chat import Answer, Part
+from gateway.outcomes import STAGE, ClientGone
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -23,10 +25,6 @@ PING = b": ping\n\n"
 _DISCARD_S = 5.0
 _LINGER_S = 5.0
 """How long after its deadline a stream may wait for a client that doesn't read."""
-
-
-class ClientGone(Exception):
-    """The client closed its connection; there is nobody to answer."""
 
 
 async def read_body(request: Request, limit: int, within_s: float, hold: Hold) -> bytes:
@@ -236,7 +234,7 @@ class EventStream(Response):
         try:
             begun = await asyncio.shield(self._opening)
         except EpdError as error:
-            _log.warning("stream ends with %s: %s", error.kind, error.message)
+            _told(error)
             yield self._refused(error)
             return
         encoder = begun.encoder
@@ -249,7 +247,13 @@ class EventStream(Response):
                 if chunk := encoder.part(part):
                     yield chunk
         except EpdError as error:
-            _log.warning("stream ends with %s: %s", error.kind, error.message)
+            _told(error)
             yield encoder.error(error)
             return
         yield encoder.last()
+
+
+def _told(error: EpdError) -> None:
+    """The client of a stream is told of a fault in an event of its own."""
+    metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
+    _log.warning("stream ends with %s: %s", error.kind, error.message)

@@ -40,8 +40,7 @@ class Landing:
         Raises:
             EpdError: IMAGE_TOO_LARGE, naming the limit.
         """
-        alignment = self.arena.alignment
-        need = sum(embedding_bytes(self._spec, i.rows) + alignment for i in items)
+        need = sum(self.arena.rounded(embedding_bytes(self._spec, i.rows)) for i in items)
         if need > self.arena.nbytes:
             raise EpdError(
                 ErrorKind.IMAGE_TOO_LARGE,

@@ -266,7 +266,10 @@ class PrefillWorker:
         tokens = sum(chunk.tokens for chunk, _ in work)
         metrics.TOKENS.labels(self.stage).inc(tokens)
         return await self.steps.run(
-            lambda: run_isolated(self._runner.run, work, lambda one: one[1].job.request_id), tokens
+            lambda: run_isolated(
+                self._runner.run, work, lambda one: one[1].job.request_id, self.stage
+            ),
+            tokens,
         )
 
     def _apply(self, chunk: Chunk, ticket: Ticket, outcome: Outcome | EpdError) -> None:

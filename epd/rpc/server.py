@@ -29,7 +29,8 @@ class Server:
     """A grpc.aio server with what every one of ours has.
 
     Starts NOT_SERVING; `set_serving` answers for the whole server ("") and for
-    each service by name.
+    each service by name. With `count_streams` each stream is a request of this stage;
+    the gateway counts answers instead, whichever API they came by.
     """
 
     def __init__(
@@ -40,11 +41,12 @@ class Server:
         max_message_bytes: int,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         options: Options = (),
+        count_streams: bool = True,
     ) -> None:
         self._stage = stage
         self._services = tuple(services)
         self.grpc = grpc.aio.server(
-            interceptors=[TypedErrors(stage), *interceptors],
+            interceptors=[TypedErrors(stage, count_streams), *interceptors],
             options=[*server_options(config, max_message_bytes), *options],
         )
         self._health = health.aio.HealthServicer()
@@ -101,8 +103,9 @@ class TypedErrors(grpc.aio.ServerInterceptor):
     cancelled.
     """
 
-    def __init__(self, stage: str) -> None:
+    def __init__(self, stage: str, count_streams: bool = True) -> None:
         self._stage = stage
+        self._count_streams = count_streams
 
     async def intercept_service(
         self,
@@ -158,7 +161,8 @@ class TypedErrors(grpc.aio.ServerInterceptor):
             logger.exception("a servicer raised")
             await self._abort(internal(request_id()), context)
         finally:
-            metrics.REQUESTS.labels(self._stage, outcome).inc()
+            if self._count_streams:
+                metrics.REQUESTS.labels(self._stage, outcome).inc()
             logger.info(
                 "stream ended",
                 extra={"outcome": outcome, "ms": round((time.monotonic() - start) * 1e3, 1)},

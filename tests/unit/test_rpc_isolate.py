@@ -19,12 +19,12 @@ def test_a_good_batch_runs_once() -> None:
         calls.append(batch)
         return halves(batch)
 
-    assert run_isolated(counted, [1, 2], str) == [10, 5]
+    assert run_isolated(counted, [1, 2], str, "decode") == [10, 5]
     assert len(calls) == 1
 
 
 def test_the_one_at_fault_fails_with_its_name_and_the_others_get_their_results() -> None:
-    first, bad, last = run_isolated(halves, [1, 0, 5], lambda n: f"req-{n}")
+    first, bad, last = run_isolated(halves, [1, 0, 5], lambda n: f"req-{n}", "decode")
     assert (first, last) == (10, 2)
     assert isinstance(bad, EpdError)
     assert bad.kind is ErrorKind.INTERNAL
@@ -35,7 +35,7 @@ def test_a_typed_error_stays_typed() -> None:
     def refuse(batch: Sequence[int]) -> list[int]:
         raise EpdError(ErrorKind.INVALID_IMAGE, "no")
 
-    (error,) = run_isolated(refuse, [1], str)
+    (error,) = run_isolated(refuse, [1], str, "decode")
     assert isinstance(error, EpdError)
     assert error.kind is ErrorKind.INVALID_IMAGE
 
@@ -48,6 +48,6 @@ def test_nobody_runs_more_than_twice() -> None:
             runs[number] += 1
         raise ValueError
 
-    results = run_isolated(always_bad, range(4), str)
+    results = run_isolated(always_bad, range(4), str, "decode")
     assert all(isinstance(result, EpdError) for result in results)
     assert set(runs.values()) == {2}

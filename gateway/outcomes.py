@@ -1,0 +1,47 @@
+"""How requests for answers end, counted once each, whichever API they came by.
+
+read, checked, planned, accepted --> an answer --> ok, failed, cancelled
+   \\___________________________________ `beginning` --> refused, failed, cancelled
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from epd.errors import EpdError, ErrorKind
+from epd.obs import metrics
+
+STAGE = "gateway"
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+def count(outcome: str) -> None:
+    """One request for an answer has ended."""
+    metrics.REQUESTS.labels(STAGE, outcome).inc()
+
+
+def outcome_of(error: BaseException) -> str:
+    """refused: the client's fault, or no room; cancelled: by the client; failed: by us."""
+    if isinstance(error, ClientGone | asyncio.CancelledError | GeneratorExit):
+        return "cancelled"
+    if not isinstance(error, EpdError):
+        return "failed"
+    if error.kind is ErrorKind.CANCELLED:
+        return "cancelled"
+    refused = error.mapping.users_fault or error.kind is ErrorKind.OVERLOADED
+    return "refused" if refused else "failed"
+
+
+@contextmanager
+def beginning() -> Iterator[None]:
+    """Counts a request that ends in here, before there is an answer to it."""
+    try:
+        yield
+    except BaseException as error:
+        count(outcome_of(error))
+        raise
