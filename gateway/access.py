@@ -28,6 +28,7 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
 """For probes and scrapers, which have no keys."""
 ANSWER_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 """Requests here are counted by how they end (`gateway.outcomes`)."""
+_SALT = b"epd tenant salt 1"
 
 
 @dataclass(slots=True)
@@ -40,6 +41,8 @@ class Caller:
     budget: float = 0.0
     """Requests that may come at once; grows with time up to a minute's worth."""
     seen: float = 0.0
+    salt: bytes = b""
+    """Part of the keys of all caches: keys share no entries. The same in every gateway."""
 
 
 class Access:
@@ -101,7 +104,10 @@ class Access:
 
 def _caller(key: str, budget: float, now: float) -> Caller:
     digest = hashlib.sha256(key.encode()).digest()
-    return Caller(digest.hex()[:8] if key else "anyone", digest, budget=budget, seen=now)
+    if not key:
+        return Caller("anyone", digest, budget=budget, seen=now)
+    salt = hashlib.sha256(_SALT + digest).digest()
+    return Caller(digest.hex()[:8], digest, budget=budget, seen=now, salt=salt)
 
 
 class AccessControl:
@@ -128,6 +134,7 @@ class AccessControl:
         try:
             with self._admitted(scope) as caller:
                 name = caller.name
+                scope.setdefault("state", {})["salt"] = caller.salt
                 await self._app(scope, receive, watched)
         except EpdError as error:
             metrics.ERRORS.labels(STAGE, str(error.kind)).inc()

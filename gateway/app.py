@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -195,6 +196,7 @@ async def _answer(request: Request, request_id: str, service: ChatService, form:
         with beginning(), service.receiving():
             body = await _read(request, service, hold)
             call, encoding = form(body, service.config.limits)
+            call = replace(call, salt=request.state.salt)
             del body
         if client_id := request.headers.get("x-request-id", ""):
             shown = "".join(filter(str.isprintable, client_id[:_MAX_CLIENT_ID]))

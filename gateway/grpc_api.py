@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -89,7 +90,7 @@ class GatewayService(pb_grpc.GatewayServicer):
     ) -> None:
         with ExitStack() as admitted:
             with beginning():
-                admitted.enter_context(self._access.admit(authorization(context)))
+                caller = admitted.enter_context(self._access.admit(authorization(context)))
             request_id = new_request_id(prefix)
             await context.send_initial_metadata((("x-request-id", request_id),))
             with logs.bind(request_id):
@@ -97,7 +98,8 @@ class GatewayService(pb_grpc.GatewayServicer):
                     shown = request.client_request_id[:_MAX_CLIENT_ID]
                     shown = "".join(filter(str.isprintable, shown))
                     _log.info("client calls this request %s", shown)
-                answer = await self._open(request, read, request_id, context.time_remaining())
+                left_s = context.time_remaining()
+                answer = await self._open(request, read, request_id, caller.salt, left_s)
             try:
                 async for event in self._events(answer):
                     await self._write(event, context)
@@ -109,13 +111,14 @@ class GatewayService(pb_grpc.GatewayServicer):
         request: _Request,
         read: Callable[..., ChatCall],
         request_id: str,
+        salt: bytes,
         left_s: float | None,
     ) -> Answer:
         service = self._service
         with service.budget.hold() as hold:
             with beginning():
                 hold.take(request.ByteSize())
-                call = read(service.config.limits, self._vocab_size)
+                call = replace(read(service.config.limits, self._vocab_size), salt=salt)
             answer = await service.open(call, request_id, hold, left_s)
             hold.keep()
         return answer

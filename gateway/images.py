@@ -51,9 +51,10 @@ class Picture:
 
 @dataclass(slots=True)
 class _Fetches:
-    """URLs of one request; one that it names twice is one fetch, and one picture."""
+    """The pictures of one request; a URL that it names twice is one fetch, and one picture."""
 
     hold: Hold
+    salt: bytes
     tasks: dict[str, asyncio.Task[bytes]] = field(default_factory=dict)
     nbytes: int = 0
 
@@ -73,13 +74,16 @@ class PictureReader:
         self._headers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def read(self, sources: Sequence[ImageSource], hold: Hold) -> list[Picture]:
-        """All pictures, in order. `hold` counts those that are fetched.
+    async def read(
+        self, sources: Sequence[ImageSource], hold: Hold, salt: bytes = b""
+    ) -> list[Picture]:
+        """All pictures, in order. `hold` counts those that are fetched; `salt` is the
+        tenant's, in every digest.
 
         Raises:
             EpdError: one of them can't be had or used; `param` names it.
         """
-        fetches = _Fetches(hold)
+        fetches = _Fetches(hold, salt)
         tasks = [asyncio.create_task(self._one(s, len(sources), fetches)) for s in sources]
         try:
             return list(await asyncio.gather(*tasks))
@@ -107,7 +111,7 @@ class PictureReader:
         loop = asyncio.get_running_loop()
         data = await loop.run_in_executor(self._threads, self._file, source)
         header = await self._headers.read(data, source.param)
-        name = partial(self._named, source, images, data, header)
+        name = partial(self._named, source, images, data, header, fetches.salt)
         return await loop.run_in_executor(self._threads, name)
 
     def _file(self, source: ImageSource) -> bytes:
@@ -121,7 +125,9 @@ class PictureReader:
             )
         return data
 
-    def _named(self, source: ImageSource, images: int, data: bytes, header: ImageHeader) -> Picture:
+    def _named(
+        self, source: ImageSource, images: int, data: bytes, header: ImageHeader, salt: bytes
+    ) -> Picture:
         limits, served = self._config.limits, self._served
         whole = (header.width, header.height)
         size = reduced_size(*whole, limits.low_detail_pixels) if source.low_detail else whole
@@ -130,7 +136,7 @@ class PictureReader:
             data,
             served.processor_digest,
             served.spec.fingerprint,
-            b"",
+            salt,
             served.image_key(images),
             max_pixels,
         )

@@ -57,7 +57,7 @@ class Preparer:
         arrival_ms = int(time.time() * 1000)
         await self._check_grammar(call.generation.constraint)
         sources = call.conversation.images
-        pictures = await self._reader.read(sources, hold)
+        pictures = await self._reader.read(sources, hold, call.salt)
         sizes = [picture.size for picture in pictures]
         context = self.max_context
         prompt = await self._prompt(call, sizes, context)
@@ -74,6 +74,7 @@ class Preparer:
             image_params=tuple(source.param for source in sources),
             sampling=sampling,
             choices=call.generation.choices,
+            salt=call.salt,
             arrival_ms=arrival_ms,
         )
 

@@ -93,6 +93,8 @@ class ChatCall:
     """The model may call these, and its output is searched for calls."""
     prompt: str | tuple[int, ...] | None = None
     """Instead of a conversation: a text or ids, as they are."""
+    salt: bytes = b""
+    """The tenant's: part of every cache key. Never the client's to choose."""
 
 
 def parse_body(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCall:

@@ -24,6 +24,7 @@ from epd.jobs import Stage
 from gateway.access import Access
 from gateway.checkpoint import Loaded
 from protos.epd.v1 import gateway_pb2, gateway_pb2_grpc
+from tests.e2e.conftest import grey_png, image_part
 from tests.e2e.fake_stages import hang
 from tests.e2e.gateway_house import CHAT, House, body, config
 from tests.e2e.http_client import Connection, get, post
@@ -93,6 +94,44 @@ async def test_keys_over_grpc(loaded: Loaded) -> None:
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.ListModels(gateway_pb2.ListModelsRequest())
         assert (await over_grpc(channel, KEY))[-1].WhichOneof("kind") == "finished"
+
+
+async def test_keys_share_no_cache_entries(loaded: Loaded) -> None:
+    """Salt and picture digests are what all caches are keyed by."""
+    file = grey_png(96, 96)
+    message = gateway_pb2.Message(
+        role=gateway_pb2.ROLE_USER,
+        parts=[gateway_pb2.ContentPart(image=file), gateway_pb2.ContentPart(text="what?")],
+    )
+
+    async def jobs(house: House, keys: tuple[str, ...]) -> list[tuple[bytes, bytes]]:
+        """Salt and digest of the same question by each key, over HTTP and over gRPC."""
+        first = len(house.script.jobs)
+        content = [image_part(file), {"type": "text", "text": "what?"}]
+        for key in keys:
+            said = body(messages=[{"role": "user", "content": content}])
+            assert (await post(house.http, CHAT, said, **bearer(key))).status == 200
+            async with grpc.aio.insecure_channel(house.grpc) as channel:
+                call = gateway_pb2_grpc.GatewayStub(channel).Chat(
+                    gateway_pb2.ChatRequest(messages=[message]),
+                    metadata=(("authorization", f"Bearer {key}"),),
+                )
+                assert [event async for event in call]
+        found = [job for stage, job in house.script.jobs[first:] if stage is Stage.PREFILL]
+        return [(job.salt, job.items[0].digest) for job in found]
+
+    async with opened(loaded, api_keys=(KEY, OTHER)) as house:
+        mine, mine_too, theirs, theirs_too = await jobs(house, (KEY, OTHER))
+    assert mine == mine_too
+    assert theirs == theirs_too
+    assert mine[0] != theirs[0]
+    assert mine[1] != theirs[1]
+    async with opened(loaded, api_keys=(OTHER, KEY)) as another_gateway:
+        assert await jobs(another_gateway, (KEY,)) == [mine, mine]
+    async with opened(loaded) as for_all:
+        anyone, _ = await jobs(for_all, (KEY,))
+    assert anyone[0] == b""
+    assert KEY.encode() not in mine[0]
 
 
 async def test_concurrency_of_a_key_ends_with_the_stream(loaded: Loaded) -> None:
