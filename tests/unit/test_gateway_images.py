@@ -11,6 +11,7 @@ import pytest
 
 from epd.config import Config, FetchConfig, LimitsConfig
 from epd.errors import EpdError, ErrorKind
+from gateway.budget import Budget
 from gateway.content import ImageSource
 from gateway.images import PictureReader, Served
 from tests.unit.pictures import encoded, noise
@@ -59,24 +60,30 @@ def sources(*values: str | bytes, **more: bool) -> list[ImageSource]:
 
 
 async def test_pictures_keep_their_order(reader: tuple[PictureReader, Web]) -> None:
-    pictures = await reader[0].read(sources(FILES[0], "http://a/1", FILES[2]))
+    pictures = await reader[0].read(
+        sources(FILES[0], "http://a/1", FILES[2]), Budget(1 << 30).hold()
+    )
     assert [picture.data for picture in pictures] == FILES[:3]
     assert [picture.size.width for picture in pictures] == [20, 21, 22]
     assert [picture.size.param for picture in pictures] == ["image 0", "image 1", "image 2"]
 
 
 async def test_a_url_named_twice_is_fetched_once(reader: tuple[PictureReader, Web]) -> None:
-    first, second, other = await reader[0].read(sources("http://a/1", "http://a/1", "http://b/1"))
+    first, second, other = await reader[0].read(
+        sources("http://a/1", "http://a/1", "http://b/1"), Budget(1 << 30).hold()
+    )
     assert first.data == second.data == other.data
     assert first.digest == second.digest == other.digest, "a URL is no part of an identity"
     assert reader[1].asked == ["http://a/1", "http://b/1"]
-    await reader[0].read(sources("http://a/1"))
+    await reader[0].read(sources("http://a/1"), Budget(1 << 30).hold())
     assert len(reader[1].asked) == 3
 
 
 async def test_the_first_fault_ends_the_others(reader: tuple[PictureReader, Web]) -> None:
     with pytest.raises(EpdError, match="404") as caught:
-        await reader[0].read(sources("http://a/slow", FILES[0], "http://a/bad"))
+        await reader[0].read(
+            sources("http://a/slow", FILES[0], "http://a/bad"), Budget(1 << 30).hold()
+        )
     assert caught.value.param == "image 2"
     await asyncio.sleep(0)
     assert reader[1].left == ["http://a/slow"]
@@ -85,20 +92,20 @@ async def test_the_first_fault_ends_the_others(reader: tuple[PictureReader, Web]
 async def test_a_small_request_can_not_fetch_without_end(
     reader: tuple[PictureReader, Web],
 ) -> None:
-    await reader[0].read(sources("http://a/3", "http://b/3", "http://a/3"))
+    await reader[0].read(sources("http://a/3", "http://b/3", "http://a/3"), Budget(1 << 30).hold())
     with pytest.raises(EpdError) as caught:
-        await reader[0].read(sources(*(f"http://{n}/3" for n in range(4))))
+        await reader[0].read(sources(*(f"http://{n}/3" for n in range(4))), Budget(1 << 30).hold())
     assert caught.value.kind is ErrorKind.IMAGE_TOO_LARGE
     assert "together" in caught.value.message
 
 
 async def test_low_detail_is_another_identity(reader: tuple[PictureReader, Web]) -> None:
-    (whole,) = await reader[0].read(sources(FILES[0]))
-    (low,) = await reader[0].read(sources(FILES[0], low_detail=True))
+    (whole,) = await reader[0].read(sources(FILES[0]), Budget(1 << 30).hold())
+    (low,) = await reader[0].read(sources(FILES[0], low_detail=True), Budget(1 << 30).hold())
     assert (whole.max_pixels, low.max_pixels) == (0, 300)
     assert low.size.width * low.size.height <= 300 < whole.size.width * whole.size.height
     assert low.digest != whole.digest
     tiny = encoded(noise(10, 10))
-    (small,) = await reader[0].read(sources(tiny))
-    (same,) = await reader[0].read(sources(tiny, low_detail=True))
+    (small,) = await reader[0].read(sources(tiny), Budget(1 << 30).hold())
+    (same,) = await reader[0].read(sources(tiny, low_detail=True), Budget(1 << 30).hold())
     assert small == same, "what is small already is not another picture"
