@@ -7,29 +7,19 @@ from __future__ import annotations
 
 import base64
 import json
-import signal
-import subprocess
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
 from openai import OpenAI
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.service import ROOT, ServiceFailure, epd_service
+
 DEMO = ROOT / "demo"
 ASKED = (0, 1, 4)
 """Which of demo/questions.json: the same question about two pictures, and a count."""
 
-_START_LIMIT_S = 180.0
-_STOP_LIMIT_S = 30.0
-_ANY_PORTS = ("gateway.http_port", "gateway.grpc_port", "gateway.membership_port")
 _BAR_WIDTH = 40
 
 
@@ -59,67 +49,6 @@ def questions() -> list[Question]:
 
 class Failure(Exception):
     """The demonstration did not work; the message says why."""
-
-
-@contextmanager
-def service() -> Iterator[str]:
-    """`epd serve` on free ports; gives the API's base URL, stops and checks on leaving."""
-    settings = [part for key in _ANY_PORTS for part in ("--set", f"{key}=0")]
-    command = [sys.executable, "-m", "epd.cli", "serve", str(DEMO / "checkpoint"), *settings]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    errors: deque[str] = deque(maxlen=30)
-    assert process.stderr is not None
-    threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True).start()
-    watchdog = threading.Timer(_START_LIMIT_S, process.kill)
-    watchdog.start()
-    try:
-        url = _until_serving(process, errors)
-        watchdog.cancel()
-        yield url
-    except BaseException:
-        watchdog.cancel()
-        process.terminate()
-        process.communicate()
-        raise
-    _stop(process)
-
-
-def _until_serving(process: subprocess.Popen[str], errors: deque[str]) -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        print("  " + line.rstrip())
-        if " at http://" in line:
-            return "http://" + line.partition(" at http://")[2].split()[0]
-    process.wait()
-    time.sleep(0.2)  # the thread that reads stderr may be a moment behind
-    raise Failure("epd serve did not start:\n" + "".join(errors))
-
-
-def _stop(process: subprocess.Popen[str]) -> None:
-    """Ctrl-C, as a person would; then nothing may be left."""
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
-    try:
-        rest, _ = process.communicate(timeout=_STOP_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise Failure(f"epd serve did not stop within {_STOP_LIMIT_S:g} s") from None
-    print("".join(f"  {line}\n" for line in rest.splitlines()), end="")
-    if process.returncode != 0:
-        raise Failure(f"epd serve ended with exit code {process.returncode}")
-    time.sleep(0.5)  # helpers of the stages see their parent's end a moment later
-    if left := [member for member in family if _runs(member)]:
-        raise Failure(f"processes left over: {left}")
-
-
-def _runs(process: psutil.Process) -> bool:
-    """Dead ones that only wait to be collected by init don't count."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def ask(client: OpenAI, question: Question) -> tuple[str, list[dict[str, Any]]]:
@@ -178,8 +107,8 @@ def main() -> int:
     started = time.monotonic()
     try:
         print("Starting gateway, encode, prefill and decode:")
-        with service() as url:
-            client = OpenAI(base_url=url, api_key="none", timeout=60, max_retries=0)
+        with epd_service(DEMO / "checkpoint", say=lambda line: print("  " + line)) as service:
+            client = OpenAI(base_url=service.url, api_key="none", timeout=60, max_retries=0)
             for number in ASKED:
                 question = known[number]
                 print(f"\n  {' + '.join(question.pictures)}: {question.text}\n  > ", end="")
@@ -187,7 +116,7 @@ def main() -> int:
                 show_timeline(phases)
                 check(question, answer, phases)
             print("\nStopping:")
-    except Failure as failure:
+    except (Failure, ServiceFailure) as failure:
         print(f"demo: FAILED: {failure}", file=sys.stderr)
         return 1
     print(f"demo: {len(ASKED)} answers as expected, in {time.monotonic() - started:.0f} s")

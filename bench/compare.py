@@ -1,0 +1,277 @@
+"""epd beside real rivals: the same checkpoint, the same cores, interleaved.
+
+    python -m bench.compare CHECKPOINT OUT [--minutes 18] [--vllm VENV] [--preload LIB:LIB]
+                            [--transformers VENV] [--llama BINARY,MODEL,MMPROJ]
+
+Starts every server, then goes round after round through the scenarios of
+`bench.scenarios`, each server in turn, until the time is over; the first round is dropped.
+Then the interference of image prompts with running decodes. Writes OUT/compare.json with
+every request and OUT/compare.md. How to install the rivals: bench/peers/README.md.
+
+Servers that are not being measured idle; what other processes used is in the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+
+from bench.contenders import Contender, Start, all_running, epd_split, epd_together, rival
+from bench.peers import servers
+from bench.scenarios import (
+    AS_RECORDED,
+    INTERFERENCE,
+    SCENARIOS,
+    Column,
+    Scenario,
+    interference,
+)
+from epd.bench.campaign import connect
+from epd.bench.client import open_session
+from epd.bench.load import Limits, Round, Target, run_round
+from epd.bench.machine import environment
+from epd.bench.report import markdown
+
+SLOW = ("transformers",)
+"""Answers one request after another: measured in fewer rounds, or they would take all the
+time there is."""
+SLOW_ROUNDS = 1
+_INTERFERENCE_ROUNDS = 2
+_INTERFERENCE_S = 35.0
+
+
+@dataclass
+class Comparison:
+    contenders: list[Contender]
+    until: float
+    """On the event loop's clock (time.monotonic()): no round begins that would end later."""
+    rounds: dict[str, list[Round]] = field(default_factory=dict)
+    """By scenario; "interference" is one of them."""
+
+    def keep(self, scenario: str, done: Round) -> None:
+        self.rounds.setdefault(scenario, []).append(done)
+
+    def of(self, scenario: str, contender: str) -> list[Round]:
+        return [r for r in self.rounds.get(scenario, ()) if r.target == contender]
+
+
+async def compare(comparison: Comparison, scenarios: Sequence[Scenario]) -> None:
+    """Connect, then warm-up, rounds while there is time, interference."""
+    async with open_session(300.0) as http:
+        targets = [
+            await connect(c.name, c.url, http, c.model, "none", (c.pid,), c.extra)
+            for c in comparison.contenders
+        ]
+        await measure(comparison, targets, scenarios)
+
+
+async def measure(
+    comparison: Comparison, targets: Sequence[Target], scenarios: Sequence[Scenario]
+) -> None:
+    for number, rest in _numbers(comparison, targets):
+        for scenario in scenarios:
+            for target in _in_turn(rest, number):
+                done = await _once(scenario, target, number)
+                if number:
+                    comparison.keep(scenario.name, done)
+    await _interfere(comparison, targets)
+
+
+def _numbers(
+    comparison: Comparison, targets: Sequence[Target]
+) -> Iterator[tuple[int, list[Target]]]:
+    """Rounds, and who takes part, as long as one more fits before the interference."""
+    clock = asyncio.get_running_loop().time
+    fast = [t for t in targets if t.name not in SLOW]
+    reserved = _INTERFERENCE_S * _INTERFERENCE_ROUNDS * len(fast)
+    number, longest = 0, 0.0
+    while number < 2 or clock() + longest < comparison.until - reserved:
+        start = clock()
+        yield number, list(targets) if number <= SLOW_ROUNDS else fast
+        if number > SLOW_ROUNDS:
+            longest = max(longest, clock() - start)
+        number += 1
+
+
+async def _once(scenario: Scenario, target: Target, number: int) -> Round:
+    requests = scenario.requests if number else 1  # the warm-up asks for one of each
+    done = await run_round(
+        target, scenario.load, number, scenario.workload(number, requests), Limits(300.0)
+    )
+    figures = [f"{c.name}: {_shown(c, c.figure(done))}" for c in scenario.columns]
+    failed = [f"FAILED {r.error} {r.detail}" for r in done.records if not r.ok][:1]
+    print(f"{number:>3} {target.name:<14} {'; '.join([*figures, *failed])}", flush=True)
+    return done
+
+
+async def _interfere(comparison: Comparison, targets: Sequence[Target]) -> None:
+    fast = [t for t in targets if t.name not in SLOW]
+    for number in range(_INTERFERENCE_ROUNDS):
+        for target in _in_turn(fast, number):
+            done = await run_round(target, AS_RECORDED, number, interference(), Limits(120.0))
+            comparison.keep("interference", done)
+            said = "; ".join(f"{c.name}: {_shown(c, c.figure(done))}" for c in INTERFERENCE)
+            print(f"  interference {target.name:<14} {said}", flush=True)
+
+
+def _in_turn(targets: Sequence[Target], number: int) -> list[Target]:
+    start = number % len(targets)
+    return [*targets[start:], *targets[:start]]
+
+
+def _shown(column: Column, value: float | None) -> str:
+    return "-" if value is None else f"{value:.{column.digits}f}"
+
+
+# --- what is written
+
+
+def tables(comparison: Comparison, scenarios: Sequence[Scenario]) -> str:
+    """Markdown: one row a figure, one column a server, and the best of ours over the best
+    rival."""
+    names = [c.name for c in comparison.contenders]
+    head = ["", *names, "best epd / best rival"]
+    rows = [
+        _figure_row(comparison, scenario.name, column)
+        for scenario in scenarios
+        for column in scenario.columns
+    ]
+    parts = [markdown(head, rows)]
+    rows = [_figure_row(comparison, "interference", column) for column in INTERFERENCE]
+    parts += ["Interference: 4 streams decode, 3 bursts of 3 image prompts", markdown(head, rows)]
+    parts += ["\n".join(f"- {c.name}: {c.how}" for c in comparison.contenders)]
+    parts += ["Cores used while each was measured (median of rounds)", _cores(comparison)]
+    return "\n\n".join(parts)
+
+
+def _figure_row(comparison: Comparison, scenario: str, column: Column) -> list[str]:
+    cells = [column.name]
+    ours: list[float] = []
+    theirs: list[float] = []
+    for contender in comparison.contenders:
+        rounds = comparison.of(scenario, contender.name)
+        values = [v for r in rounds if (v := column.figure(r)) is not None]
+        cells.append(_median_cell(column, values))
+        if values:
+            (ours if contender.ours else theirs).append(statistics.median(values))
+    best = max if column.more_is_better else min
+    cells.append(f"{best(ours) / best(theirs):.2f}" if ours and theirs else "-")
+    return cells
+
+
+def _median_cell(column: Column, values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    low, high = _shown(column, min(values)), _shown(column, max(values))
+    return f"{_shown(column, statistics.median(values))} ({low}-{high}, n={len(values)})"
+
+
+def _cores(comparison: Comparison) -> str:
+    rows = []
+    for contender in comparison.contenders:
+        rounds = [r for rs in comparison.rounds.values() for r in rs if r.target == contender.name]
+        usages = [r.usage for r in rounds]
+        cells = [
+            f"{statistics.median(values):.2f}" if (values := [v for v in column if v is not None])
+            else "-"
+            for column in zip(*((u.client, u.server, u.others) for u in usages), strict=True)
+        ]  # fmt: skip
+        rows.append([contender.name, *cells])
+    return markdown(["", "client", "server", "others"], rows)
+
+
+def memory(contenders: Sequence[Contender]) -> dict[str, dict[str, float]]:
+    """MiB resident and private, of epd's processes and of rivals as a whole."""
+    found: dict[str, dict[str, float]] = {}
+    for contender in contenders:
+        pids = contender.pids or {"": contender.pid}
+        for name, pid in pids.items():
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                family = [process, *([] if contender.pids else process.children(recursive=True))]
+                infos = [p.memory_full_info() for p in family]
+                found[f"{contender.name} {name}".strip()] = {
+                    "rss": sum(i.rss for i in infos) / 2**20,
+                    "uss": sum(i.uss for i in infos) / 2**20,
+                }
+    return found
+
+
+def document(comparison: Comparison) -> bytes:
+    rows: list[dict[str, Any]] = []
+    for scenario, rounds in comparison.rounds.items():
+        for one in rounds:
+            usage = {"client": one.usage.client, "server": one.usage.server}
+            rows += [
+                {"scenario": scenario, "round": one.number, "wall_s": one.wall_s}
+                | {"cores": {**usage, "others": one.usage.others}}
+                | r.row(one.origin)
+                for r in one.records
+            ]
+    return orjson.dumps(
+        {
+            "environment": environment(),
+            "contenders": {c.name: c.how for c in comparison.contenders},
+            "memory_mib": memory(comparison.contenders),
+            "requests": rows,
+        },
+        option=orjson.OPT_INDENT_2,
+    )
+
+
+def main() -> None:
+    given = _arguments()
+    given.out.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + given.minutes * 60
+    with all_running(_starts(given)) as contenders:
+        print("up:", "; ".join(f"{c.name} ({c.how})" for c in contenders), flush=True)
+        comparison = Comparison(contenders, until)
+        try:
+            asyncio.run(compare(comparison, SCENARIOS))
+        finally:  # what was measured is kept, whatever ended it
+            (given.out / "compare.json").write_bytes(document(comparison))
+            (given.out / "compare.md").write_text(tables(comparison, SCENARIOS) + "\n")
+    print((given.out / "compare.md").read_text())
+
+
+def _starts(given: argparse.Namespace) -> list[Start]:
+    threads, checkpoint = given.threads, given.checkpoint
+    starts = [epd_together(checkpoint, threads), epd_split(checkpoint)]
+    found = []
+    if given.vllm:
+        found.append(servers.vllm(given.vllm, checkpoint, threads, given.preload))
+    if given.llama:
+        binary, model, projector = map(Path, given.llama.split(","))
+        found.append(servers.llama(binary, model, projector, threads))
+    if given.transformers:
+        found.append(servers.transformers(given.transformers, checkpoint, threads))
+    return [*starts, *(rival(r, given.out / f"{r.name}.log", threads) for r in found)]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--minutes", type=float, default=18.0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--vllm", type=Path)
+    parser.add_argument("--preload", default="", help="libraries for vLLM: tcmalloc, OpenMP")
+    parser.add_argument("--transformers", type=Path)
+    parser.add_argument("--llama", default="", help="llama-server,MODEL.gguf,MMPROJ.gguf")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The servers of `bench.compare`, started together and stopped together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.peers.servers import Rival, running
+from bench.service import epd_service
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A server that is up."""
+
+    name: str
+    url: str
+    model: str
+    pid: int
+    extra: dict[str, Any] = field(default_factory=dict)
+    pids: dict[str, int] = field(default_factory=dict)
+    """Of epd's processes, by name."""
+    how: str = ""
+    """Threads and cores, for the table."""
+
+    @property
+    def ours(self) -> bool:
+        return self.name.startswith("epd")
+
+
+Start = Callable[[], AbstractContextManager[Contender]]
+
+
+def epd_split(checkpoint: Path) -> Start:
+    """Decode and gateway on one half of the cores, encode and prefill on the other."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
+    first, second = (",".join(map(str, part)) for part in (cores[:half], cores[half:] or cores))
+    settings = [f"model.threads={half}"]
+    settings += [f"{stage}.cpus={first}" for stage in ("gateway", "decode")]
+    settings += [f"{stage}.cpus={second}" for stage in ("encode", "prefill")]
+    how = f"decode and gateway on {first}, encode and prefill on {second}, {half} thread(s) each"
+    return lambda: _epd("epd split", checkpoint, settings, (), how)
+
+
+def epd_together(checkpoint: Path, threads: int) -> Start:
+    """All stages in one process where this version can, else in processes that share all
+    cores."""
+    flags: tuple[str, ...] = ()
+    how = f"processes that share the cores, {threads} threads each"
+    if _can_colocate():
+        flags = ("--stages", "encode+prefill+decode")
+        how = f"all stages in one process, {threads} threads"
+    name = "epd colocated" if flags else "epd shared"
+    return lambda: _epd(name, checkpoint, [f"model.threads={threads}"], flags, how)
+
+
+def _can_colocate() -> bool:
+    command = [sys.executable, "-m", "epd.cli", "serve", "--help"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return "--stages" in said
+
+
+@contextmanager
+def _epd(
+    name: str, checkpoint: Path, settings: Sequence[str], flags: Sequence[str], how: str
+) -> Iterator[Contender]:
+    with epd_service(checkpoint, settings, flags) as service:
+        yield Contender(name, service.url, service.model, service.pid, {}, dict(service.pids), how)
+
+
+def rival(server: Rival, log: Path, threads: int) -> Start:
+    return lambda: _rival(server, log, threads)
+
+
+@contextmanager
+def _rival(server: Rival, log: Path, threads: int) -> Iterator[Contender]:
+    with running(server, log) as pid:
+        extra = dict(server.extra)
+        yield Contender(server.name, server.url, server.model, pid, extra, {}, f"{threads} threads")
+
+
+@contextmanager
+def all_running(starts: Sequence[Start]) -> Iterator[list[Contender]]:
+    """All of them at once: each waits most of its start for something else."""
+    with ExitStack() as stack:
+        opened = [start() for start in starts]
+        with ThreadPoolExecutor(len(opened)) as pool:
+            waits = [pool.submit(context.__enter__) for context in opened]
+        failures = []
+        contenders = []
+        for context, wait in zip(opened, waits, strict=True):
+            if failure := wait.exception():
+                failures.append(failure)
+            else:
+                stack.push(context.__exit__)
+                contenders.append(wait.result())
+        if failures:
+            raise failures[0]
+        yield contenders

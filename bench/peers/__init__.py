@@ -1,0 +1,1 @@
+"""The same checkpoint on real rivals; see README.md. No dependency of the project."""

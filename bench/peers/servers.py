@@ -1,0 +1,169 @@
+"""Rivals as processes: what starts each, and how to ask it.
+
+    python -m bench.peers.servers vllm VENV CHECKPOINT [--threads 2] [--preload LIB:LIB]
+    python -m bench.peers.servers transformers VENV CHECKPOINT
+    python -m bench.peers.servers llama BINARY MODEL.gguf --mmproj MMPROJ.gguf
+
+serves until Ctrl-C and prints the URL; `bench.compare` starts them the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_POLL_S = 0.5
+_STOP_S = 20.0
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A server to start, with an OpenAI-compatible API under /v1."""
+
+    name: str
+    command: tuple[str, ...]
+    port: int
+    environ: Mapping[str, str] = field(default_factory=dict)
+    model: str = "m"
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that its requests must not have (None), or must."""
+    start_limit_s: float = 600.0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def vllm(venv: Path, checkpoint: Path, threads: int, preload: str = "") -> Rival:
+    """vLLM's CPU build, compiled, its threads bound to the first cores. It asks for
+    `preload`ed tcmalloc and Intel's OpenMP, and is slower without."""
+    port = free_port()
+    command = (
+        str(venv / "bin" / "vllm"), "serve", str(checkpoint), "--host", "127.0.0.1",
+        "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "8192",
+        "--served-model-name", "m", "--max-num-seqs", "64",
+        # Without it, start-up encodes a video of the largest size to see what memory it takes.
+        "--limit-mm-per-prompt", '{"image": 16, "video": 0}',
+    )  # fmt: skip
+    environ = {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}" if threads > 1 else "0",
+        "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
+    }
+    if preload:
+        environ["LD_PRELOAD"] = preload
+    return Rival("vllm", command, port, environ)
+
+
+def transformers(venv: Path, checkpoint: Path, threads: int) -> Rival:
+    """`transformers serve`. It refuses fields that it doesn't know."""
+    port = free_port()
+    command = (
+        str(venv / "bin" / "transformers"), "serve", str(checkpoint), "--device", "cpu",
+        "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port),
+    )  # fmt: skip
+    extra = {"ignore_eos": None}
+    environ = {"OMP_NUM_THREADS": str(threads)}
+    return Rival("transformers", command, port, environ, str(checkpoint), extra)
+
+
+def llama(binary: Path, model: Path, projector: Path, threads: int) -> Rival:
+    """llama.cpp's server; the checkpoint is converted before (README.md)."""
+    port = free_port()
+    command = (
+        str(binary), "-m", str(model), "--mmproj", str(projector), "--host", "127.0.0.1",
+        "--port", str(port), "-t", str(threads), "-tb", str(threads), "-np", "8",
+        "-c", "16384", "--kv-unified", "-a", "m", "--no-ui", "--cache-ram", "0",
+    )  # fmt: skip
+    return Rival("llama.cpp", command, port)
+
+
+@contextmanager
+def running(rival: Rival, log: Path) -> Iterator[int]:
+    """The rival, up and healthy, for the block; gives the pid that its processes descend
+    from. What it prints goes to `log`.
+
+    Raises:
+        RuntimeError: it ended, or was not healthy within `start_limit_s`.
+    """
+    environ = {**os.environ, **_OFFLINE, **rival.environ}
+    environ.pop("PYTHONPATH", None)
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            rival.command, env=environ, stdout=out, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, process_group=0,
+        )  # fmt: skip
+        try:
+            _until_healthy(rival, process, log)
+            yield process.pid
+        finally:
+            _stop(process)
+
+
+def _until_healthy(rival: Rival, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + rival.start_limit_s
+    while not _healthy(rival):
+        if process.poll() is not None or time.monotonic() > end:
+            raise RuntimeError(f"{rival.name} did not start; see {log}")
+        time.sleep(_POLL_S)
+
+
+def _healthy(rival: Rival) -> bool:
+    address = f"http://127.0.0.1:{rival.port}/health"
+    try:
+        with urllib.request.urlopen(address, timeout=2) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Its whole process group: servers of several processes don't always end together."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rival", choices=["vllm", "transformers", "llama"])
+    parser.add_argument("program", type=Path, help="virtual environment, or llama-server")
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--mmproj", type=Path, default=Path())
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--preload", default="")
+    parser.add_argument("--log", type=Path, default=Path("rival.log"))
+    given = parser.parse_args()
+    if given.rival == "vllm":
+        rival = vllm(given.program, given.checkpoint, given.threads, given.preload)
+    elif given.rival == "transformers":
+        rival = transformers(given.program, given.checkpoint, given.threads)
+    else:
+        rival = llama(given.program, given.checkpoint, given.mmproj, given.threads)
+    with running(rival, given.log) as pid, contextlib.suppress(KeyboardInterrupt):
+        print(f"{rival.name} at {rival.url}, model {rival.model}, pid {pid}", flush=True)
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""`epd serve` as a process of a script: started on free ports, stopped, nothing left over."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+START_LIMIT_S = 180.0
+STOP_LIMIT_S = 30.0
+_ANY_PORTS = ("gateway.http_port", "gateway.grpc_port", "gateway.membership_port")
+
+
+class ServiceFailure(Exception):
+    """The service did not start, or did not end as it should; the message says why."""
+
+
+@dataclass(slots=True)
+class Service:
+    """A running `epd serve`."""
+
+    url: str
+    """Base URL of the API, with /v1."""
+    model: str
+    pid: int
+    """Of the supervisor: all processes of the service descend from it."""
+    pids: dict[str, int] = field(default_factory=dict)
+    """Of each process, by its name ("gateway", "decode-0")."""
+
+
+@contextmanager
+def epd_service(
+    checkpoint: str | Path,
+    settings: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    say: Callable[[str], None] = lambda line: None,
+) -> Iterator[Service]:
+    """A service that lives for the block; `say` gets the lines it prints.
+
+    Raises:
+        ServiceFailure: it did not start, did not stop in time, ended with another exit code
+            than 0, or left processes behind.
+    """
+    command = [sys.executable, "-m", "epd.cli", "serve", str(checkpoint), *flags]
+    for setting in (*(f"{key}=0" for key in _ANY_PORTS), *settings):
+        command += ["--set", setting]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    errors: deque[str] = deque(maxlen=30)
+    assert process.stderr is not None
+    threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True).start()
+    watchdog = threading.Timer(START_LIMIT_S, process.kill)
+    watchdog.start()
+    try:
+        service = _until_serving(process, errors, say)
+        watchdog.cancel()
+        yield service
+    except BaseException:
+        watchdog.cancel()
+        process.terminate()
+        process.communicate()
+        raise
+    _stop(process, say)
+
+
+def _until_serving(
+    process: subprocess.Popen[str], errors: deque[str], say: Callable[[str], None]
+) -> Service:
+    assert process.stdout is not None
+    pids: dict[str, int] = {}
+    for line in process.stdout:
+        say(line.rstrip())
+        if found := re.match(r"epd serve: (\S+) ready .*\bpid (\d+)", line):
+            pids[found[1]] = int(found[2])
+        if found := re.match(r"epd serve: serving (\S+) at (\S+) ", line):
+            return Service(found[2], found[1], process.pid, pids)
+    process.wait()
+    time.sleep(0.2)  # the thread that reads stderr may be a moment behind
+    raise ServiceFailure("epd serve did not start:\n" + "".join(errors))
+
+
+def _stop(process: subprocess.Popen[str], say: Callable[[str], None]) -> None:
+    """Ctrl-C, as a person would; then nothing may be left."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    try:
+        rest, _ = process.communicate(timeout=STOP_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise ServiceFailure(f"epd serve did not stop within {STOP_LIMIT_S:g} s") from None
+    for line in rest.splitlines():
+        say(line)
+    if process.returncode != 0:
+        raise ServiceFailure(f"epd serve ended with exit code {process.returncode}")
+    time.sleep(0.5)  # helpers of the stages see their parent's end a moment later
+    if left := [member for member in family if _runs(member)]:
+        raise ServiceFailure(f"processes left over: {left}")
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Dead ones that only wait to be collected by init don't count."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
