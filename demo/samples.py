@@ -49,8 +49,8 @@ EXPECTED = [
     (["two_stars.png"], "How many stars are there?", "There are two stars."),
     (
         ["red_circle.png", "two_stars.png"],
-        "Which image has more shapes?",
-        "The second image has more shapes.",
+        "What colour is the background of the second image?",
+        "The background is yellow.",
     ),
     (["number_42.png"], "Read the number.", "The number is 42."),
     (["red_circle.png"], "Where is the circle?", "The circle is at the top left."),

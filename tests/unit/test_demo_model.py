@@ -1,6 +1,11 @@
 """The demo checkpoint answers from the picture, and training computes what serving computes."""
 
+import json
+import os
 import random
+import re
+import subprocess
+import sys
 from functools import cache
 
 import numpy as np
@@ -11,8 +16,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2VLImag
 
 from demo.evaluate import Model, blank, sample_cases, share_right, with_pictures
 from demo.model import PaddedVisionAttention, train_forward
+from demo.questions import about_number, about_pair, about_shapes
 from demo.rows import RowEncoder, collate, random_row
-from demo.samples import HERE
+from demo.samples import EXPECTED, HERE, SCENES
 from demo.train import BatchSource, parse_args, schedule, train
 from demo.vision import MAX_PIXELS, MERGE, MIN_PIXELS, PATCH, patchify
 
@@ -33,6 +39,34 @@ def test_sample_questions_are_answered_right():
     cases = sample_cases()
     answers = Model(CHECKPOINT, torch.bfloat16).answers(cases)
     assert answers == [case.question.answer for case in cases]
+
+
+def kinds_of(names: tuple[str, ...], text: str, answer: str) -> set[str]:
+    """Kinds under which `demo.questions` asks exactly this about these pictures."""
+    scenes = [SCENES[name] for name in names]
+    found = set()
+    for seed in range(500):
+        rng = random.Random(seed)
+        if len(scenes) == 2:
+            questions = about_pair(*scenes, rng)
+        elif scenes[0].number:
+            questions = about_number(*scenes, rng)
+        else:
+            questions = about_shapes(*scenes, rng)
+        found |= {q.kind for q in questions if (q.text, q.answer) == (text, answer)}
+    return found
+
+
+def test_only_kinds_that_it_is_good_at_are_shown():
+    measured = json.loads((HERE / "accuracy.json").read_text())["kinds"]
+    for names, text, answer in EXPECTED:
+        kinds = kinds_of(tuple(names), text, answer)
+        assert len(kinds) == 1, f"{text}: {kinds}"
+        assert measured[kinds.pop()]["accuracy"] >= 0.95, text
+    readme = (HERE.parent / "README.md").read_text()
+    quoted = set(re.findall(r'"([A-Z][^"]*\?)"', readme))
+    assert quoted
+    assert quoted <= {text for _, text, _ in EXPECTED}
 
 
 def test_the_question_may_come_before_the_pictures():
@@ -120,3 +154,23 @@ def test_a_resumed_run_gives_the_same_weights(tmp_path):
     weights("parts", "--steps", "2", "--decay", "0", "--save-every", "2")
     state = str(tmp_path / "parts.state.pt")
     assert weights("parts", "--steps", "4", "--decay", "1", "--resume", state) == whole
+
+
+def test_a_run_from_scratch_repeats_to_the_byte(tmp_path):
+    """In processes of their own, whose sets and dicts of strings are ordered differently."""
+
+    def start(seed: str) -> subprocess.Popen[bytes]:
+        arguments = ["--steps", "3", "--decay", "1", "--batch", "2", "--out", str(tmp_path / seed)]
+        return subprocess.Popen(
+            [sys.executable, "-m", "demo.train", *arguments],
+            cwd=HERE.parent,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            stdout=subprocess.DEVNULL,
+        )
+
+    runs = [start("1"), start("2")]
+    assert [run.wait(200) for run in runs] == [0, 0]
+    files = sorted(path.name for path in (tmp_path / "1").iterdir())
+    assert "model.safetensors" in files
+    for name in files:
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes(), name
