@@ -6,6 +6,7 @@ gRPC goes over one switch (``lan``), Mooncake over another (``data``).
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -48,13 +49,14 @@ def spread(running: Cluster) -> Iterator[Cluster]:
     running.assert_clean()
 
 
-_shades = iter(range(1, 256))
+_numbers = itertools.count(1)
 
 
 def ask(cluster: Cluster, *, picture: bool = True, max_tokens: int = 4) -> Reply:
-    """A question about a picture of its own, so that every stage has work to do."""
-    parts = [grey_png(96, 96, next(_shades))] if picture else []
-    message = user(*parts, "What can you do?")
+    """A question that no cache knows, so that every stage has work to do."""
+    number = next(_numbers)
+    parts = [grey_png(96, 96, number % 256)] if picture else []
+    message = user(f"{number}", *parts, "What can you do?")
     body = {"model": "checkpoint", "messages": [message], "temperature": 0}
     return cluster.chat({**body, "max_tokens": max_tokens})
 
