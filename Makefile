@@ -33,7 +33,7 @@ $(READY): pyproject.toml constraints.txt deploy/system_libraries.sh
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt "$(TORCH)"
 	$(PIP) install -q -c constraints.txt -e ".[$(EXTRA),dev]"
-	$(BIN)/epd doctor
+	$(BIN)/epd doctor $(foreach port,http grpc membership,--set gateway.$(port)_port=0)
 	@touch $@
 
 demo: $(READY) ## start all services, ask about a picture, show the answer and where the time went

@@ -164,26 +164,20 @@ def _wheel(device: str) -> Finding:
 
 
 def _ports(config: Config) -> Iterator[Finding]:
-    """A port in use is a warning: it may be the service that is being asked about."""
-    gateway = config.gateway
-    ports = {
-        "http port": gateway.http_port,
-        "grpc port": gateway.grpc_port,
-        "membership port": gateway.membership_port,
-    }
-    for subject, port in ports.items():
-        if port == 0:
-            yield Finding(subject, Level.OK, "any free one")
-            continue
-        with socket.socket() as probe:
+    """Whether `epd serve` can have the ports that the configuration names."""
+    from epd.supervisor import fixed_ports
+
+    for key, host, port in fixed_ports(config):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((gateway.host, port))
+                probe.bind((host, port))
             except OSError as error:
-                detail = f"{gateway.host}:{port}: {error.strerror}"
-                yield Finding(subject, Level.WARNING, detail)
+                detail = f"{host}:{port}: {error.strerror}; stop what has it, or set another {key}"
+                yield Finding(key, Level.MISSING, detail)
             else:
-                yield Finding(subject, Level.OK, f"{gateway.host}:{port} is free")
+                yield Finding(key, Level.OK, f"{host}:{port} is free")
 
 
 def _memory(config: Config) -> Finding:

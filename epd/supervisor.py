@@ -22,13 +22,14 @@ from collections.abc import Coroutine
 from typing import Any
 
 from epd.child import Child, StartFailure, child_environment
-from epd.config import Config, ServeConfig
+from epd.config import Config, ServeConfig, WorkerConfig
 from epd.errors import EpdError, invalid
 from epd.host import GATEWAY, STAGES, stages_of
 
 _LONGEST_PAUSE_S = 30.0
 _STEADY_AFTER_S = 60.0
 _KILL_MARGIN_S = 3.0
+_LOOPBACK = "127.0.0.1"
 
 
 class Supervisor:
@@ -37,7 +38,10 @@ class Supervisor:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.gateway = Child(GATEWAY, 0)
-        self.workers = [Child(role, index) for role, index in planned(config.serve)]
+        self.workers = [
+            Child(role, index, _own_ports(config.worker, place))
+            for place, (role, index) in enumerate(planned(config.serve))
+        ]
         self._environ = child_environment(config, os.environ)
         self._stopping = asyncio.Event()
 
@@ -66,7 +70,7 @@ class Supervisor:
         """All at once: most of the time goes to imports, and workers dial until they are heard."""
         gateway = self.config.gateway
         # Workers of this machine need no port that the network reaches.
-        host = gateway.membership_host or "127.0.0.1"
+        host = gateway.membership_host or _LOOPBACK
         port = gateway.membership_port or _free_port(host)
         self.gateway.settings["gateway.membership_host"] = host
         self.gateway.settings["gateway.membership_port"] = str(port)
@@ -76,7 +80,7 @@ class Supervisor:
             await child.start(self._environ)
         _say(f"starting {', '.join(child.name for child in self.children)}")
         await asyncio.gather(*map(self._until_ready, self.children))
-        self._pin_gateway_ports()
+        self._pin_ports()
         await self._until_joined()
 
     async def _until_ready(self, child: Child) -> None:
@@ -84,11 +88,14 @@ class Supervisor:
         await child.until_ready(self.config.serve.start_timeout_s)
         _say(f"{child.name} ready after {time.monotonic() - started:.1f} s, {_where(child)}")
 
-    def _pin_gateway_ports(self) -> None:
-        """A restarted gateway must come back where its clients look for it."""
-        for key in ("http", "grpc"):
+    def _pin_ports(self) -> None:
+        """A restarted process comes back where clients and Prometheus look for it."""
+        for key in ("http", "grpc", "metrics"):
             port = self.gateway.report[key].rpartition(":")[2]
             self.gateway.settings[f"gateway.{key}_port"] = port
+        for worker in self.workers:
+            if address := worker.report.get("metrics"):
+                worker.settings["worker.metrics_port"] = address.rpartition(":")[2]
 
     async def _until_joined(self) -> None:
         """Wait until the gateway itself says that every stage has a worker."""
@@ -191,6 +198,29 @@ def planned(config: ServeConfig) -> list[tuple[str, int]]:
     return [(role, roles[:place].count(role)) for place, role in enumerate(roles)]
 
 
+def _own_ports(worker: WorkerConfig, place: int) -> dict[str, str]:
+    """Settings of the worker at `place`: one configured port can't serve them all, so each
+    takes the next."""
+    ports = {"worker.port": worker.port, "worker.metrics_port": worker.metrics_port}
+    return {key: str(port + place) for key, port in ports.items() if port > 0}
+
+
+def fixed_ports(config: Config) -> list[tuple[str, str, int]]:
+    """(configuration key, host, port) of all ports that `epd serve` must find free."""
+    gateway, worker = config.gateway, config.worker
+    found = [
+        ("gateway.http_port", gateway.host, gateway.http_port),
+        ("gateway.grpc_port", gateway.host, gateway.grpc_port),
+        ("gateway.membership_port", gateway.membership_host or _LOOPBACK, gateway.membership_port),
+        ("gateway.metrics_port", gateway.metrics_host, gateway.metrics_port),
+    ]
+    hosts = {"worker.port": worker.host, "worker.metrics_port": worker.metrics_host or worker.host}
+    for place, _ in enumerate(planned(config.serve)):
+        ports = _own_ports(worker, place)
+        found += [(key, hosts[key], int(port)) for key, port in ports.items()]
+    return [entry for entry in found if entry[2] > 0]
+
+
 def run(config: Config) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit code."""
     try:
@@ -230,7 +260,7 @@ def _free_port(host: str) -> int:
 
 def _reachable(host: str) -> str:
     """An address of this machine to dial for one that was listened on."""
-    return "127.0.0.1" if host == "0.0.0.0" else host
+    return _LOOPBACK if host == "0.0.0.0" else host
 
 
 def _where(child: Child) -> str:

@@ -51,7 +51,8 @@ if role == "gateway":
     ready(http=at, grpc=at, membership=at, metrics=at)
     server.serve_forever()
 assert settings["worker.gateways"]
-ready(address="a:1", metrics=None)
+port = int(settings.get("worker.metrics_port", 0)) or os.getpid()
+ready(address="a:1", metrics=f"a:{port}")
 print("working", flush=True)
 while True:
     time.sleep(60)
@@ -156,14 +157,26 @@ async def test_a_dead_worker_and_a_dead_gateway_come_back(make: Make) -> None:
     serving = asyncio.create_task(supervisor.serve())
     await until(lambda: all(child.ready.is_set() for child in supervisor.children))
     await asyncio.sleep(0.3)
-    where = supervisor.gateway.report["http"]
+    where = [supervisor.gateway.report["http"], *metrics(supervisor)]
     for child in (supervisor.workers[0], supervisor.gateway):
         before = child.report["pid"]
         os.kill(before, signal.SIGKILL)
         await until(lambda c=child, b=before: c.ready.is_set() and c.report["pid"] != b)
-    assert supervisor.gateway.report["http"] == where
+    assert [supervisor.gateway.report["http"], *metrics(supervisor)] == where
     supervisor.stop()
     assert await serving == 0
+
+
+def metrics(supervisor: Supervisor) -> list[str]:
+    return [child.report["metrics"] for child in supervisor.children]
+
+
+async def test_each_worker_has_ports_of_its_own(make: Make) -> None:
+    flags = {"serve.decode": 2, "worker.port": 9200, "worker.metrics_port": 9100}
+    settings = [child.settings for child in make(**flags).workers]
+    assert [own["worker.port"] for own in settings] == ["9200", "9201", "9202", "9203"]
+    assert [own["worker.metrics_port"] for own in settings] == ["9100", "9101", "9102", "9103"]
+    assert not any(child.settings for child in make(**{"worker.metrics_port": -1}).workers)
 
 
 async def test_without_restart_a_dead_worker_stays_dead(

@@ -9,7 +9,7 @@ import pytest
 
 from epd import doctor
 from epd.config import Config, load_config
-from epd.doctor import Finding, Level
+from epd.doctor import Level
 from epd.errors import EpdError, invalid
 from epd.wheel import require_mooncake, torch_cuda_major, wheel_problem
 
@@ -18,10 +18,6 @@ CPU, CUDA, CUDA13 = (
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-cuda13",
 )
-
-
-def by_subject(findings: list[Finding]) -> dict[str, Finding]:
-    return {finding.subject: finding for finding in findings}
 
 
 @pytest.mark.parametrize(
@@ -72,16 +68,21 @@ def test_torch_cuda_version_is_read_without_importing_it() -> None:
     assert torch_cuda_major() == (int(expected.split(".")[0]) if expected else None)
 
 
-def test_a_used_port_is_a_warning() -> None:
+def test_a_used_port_that_serving_needs_is_a_finding() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        config = load_config(None, {"gateway.http_port": port, "gateway.grpc_port": 0}, {})
-        found = by_subject(list(doctor._ports(config)))
-    assert found["http port"].level is Level.WARNING
-    assert str(port) in found["http port"].detail
-    assert found["grpc port"].level is Level.OK
+        settings = {"gateway.http_port": port, "gateway.grpc_port": 0, "worker.port": port - 1}
+        found = list(doctor._ports(load_config(None, settings, {})))
+    assert [f for f in found if f.subject == "gateway.grpc_port"] == []  # any free one
+    (http,) = [f for f in found if f.subject == "gateway.http_port"]
+    assert http.level is Level.MISSING
+    assert http.detail.startswith(f"127.0.0.1:{port}: Address already in use")
+    # Three workers take the port that is configured and the next two.
+    workers = [f for f in found if f.subject == "worker.port"]
+    assert [f"127.0.0.1:{port - 1 + i}" in f.detail for i, f in enumerate(workers)] == [True] * 3
+    assert workers[1].level is Level.MISSING
 
 
 def test_a_missing_module_is_a_finding() -> None:
@@ -110,6 +111,7 @@ def test_a_checkpoint_that_is_not_one(tmp_path: Path) -> None:
 def test_exit_code_and_report(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(doctor, "_ports", lambda _: ())  # others may have them
     monkeypatch.setattr(doctor, "_IMPORTS", ("json",))
     assert doctor.diagnose(Config) == 0
     monkeypatch.setattr(doctor, "_IMPORTS", ("json", "no_such_module"))
