@@ -1,0 +1,266 @@
+"""Cases HND-*, OPS-*: processes that stop, leave, die and come back at the same address.
+
+One service that tests hurt and leave whole again. Decode waits 0.4 s before each transfer:
+there is time to do something between the end of prefill and the pull.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from epd.child import command_line
+from tests.cases.pictures import body, file, noise, text
+from tests.cases.test_pressure import Leaver
+from tests.e2e.cluster import DEMO_CHECKPOINT, GATEWAY, ROOT, STAGES, Cluster, Reply, request
+
+pytestmark = pytest.mark.timeout(150)
+DELAY_S = 0.4
+CHAT = "/v1/chat/completions"
+SETTINGS = {
+    "transfer.read_deadline_s": 1.5,
+    "transfer.quarantine_margin_s": 0.2,
+    "gateway.heartbeat_s": 0.25,
+    "gateway.dead_s": 1.0,
+    "worker.grace_s": 12,
+}
+
+
+@pytest.fixture(scope="module")
+def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    environ = {"decode": {"EPD_FAULTS": f"transfer.delay={DELAY_S}"}}
+    folder = tmp_path_factory.mktemp("mortal")
+    cluster = Cluster(folder, settings=SETTINGS, environ=environ)
+    ports = free_ports(8)
+    cluster.worker("prefill").settings |= {
+        "transfer.port_min": str(ports),
+        "transfer.port_max": str(ports + 7),
+    }
+    cluster.start()
+    for worker in cluster.workers:  # from now on each comes back at its old address
+        worker.settings["worker.port"] = worker.report["address"].rpartition(":")[2]
+    cluster.gateway.settings["gateway.http_port"] = cluster.address.rpartition(":")[2]
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(autouse=True)
+def whole(mortal: Cluster) -> Iterator[None]:
+    """Nothing is held after a test, and everybody serves."""
+    yield
+    mortal.until_serving()
+    mortal.assert_clean()
+
+
+def free_ports(count: int) -> int:
+    """The first of some ports in a row that nobody uses."""
+    for first in range(21_000, 29_000, 10):
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no free ports")
+
+
+def picture(number: int) -> bytes:
+    return file(noise(64, 64, number))
+
+
+def ask(cluster: Cluster, model: str, *parts: Any, **fields: Any) -> Reply:
+    """A question that no cache has seen, unless it says otherwise."""
+    asked = body(*parts, text(os.urandom(6).hex()), **{"ignore_eos": True, **fields})
+    return request(cluster.address, CHAT, {"model": model} | asked, 60)
+
+
+def started(cluster: Cluster, stage: str) -> None:
+    """Wait until the stage has a stream."""
+    deadline = time.monotonic() + 10
+    while not cluster.worker(stage).debug_state()["streams"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def is_ready(cluster: Cluster) -> bool:
+    return request(cluster.address, "/ready", timeout_s=5).status == 200
+
+
+def events(reply: Reply) -> list[Any]:
+    lines = [line.removeprefix(b"data: ") for line in reply.body.split(b"\n\n") if line]
+    return [json.loads(line) for line in lines if line[:1] == b"{"]
+
+
+def ended_whole(reply: Reply, tokens: int) -> None:
+    """A stream of so many tokens with its one terminal."""
+    assert reply.status == 200, reply.body
+    assert reply.body.rstrip().endswith(b"data: [DONE]"), reply.body[-300:]
+    found = events(reply)
+    assert not any("error" in event for event in found), found[-1]
+    assert found[-1]["usage"]["completion_tokens"] == tokens
+
+
+# -- health -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ops_01_a_stopped_stage_shows_and_comes_back(mortal: Cluster, stage: str) -> None:
+    address = mortal.worker(stage).report["address"]
+    with mortal.paused(stage):
+        start = time.monotonic()
+        while is_ready(mortal):
+            assert time.monotonic() - start < 8.0
+            time.sleep(0.1)
+        assert stage in request(mortal.address, "/ready").body.decode()
+        assert request(mortal.address, "/health").status == 200
+        with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError):
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=0.5)
+    mortal.until_serving(10)
+
+
+def test_hnd_19_a_peer_that_stops_under_a_transfer_gives_no_text(mortal: Cluster) -> None:
+    """After the first token, which is prefill's own, there is an error and nothing else."""
+    model = mortal.model
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, mortal, model, stream=True, max_tokens=20)
+        started(mortal, "decode")
+        time.sleep(DELAY_S / 4)
+        with mortal.paused("prefill"):
+            reply = asked.result(20)
+    assert b'"error"' in reply.body
+    if reply.status == 200:
+        found = events(reply)
+        words = [e["choices"][0] for e in found if e.get("choices")]
+        assert sum(bool(word["delta"].get("content")) for word in words) <= 1, found
+        assert not any(word["finish_reason"] for word in words)
+
+
+# -- leaving and dying --------------------------------------------------------------------
+
+
+def test_ops_04_hnd_18_prefill_leaves_while_decode_still_has_to_pull(mortal: Cluster) -> None:
+    model = mortal.model
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, mortal, model, stream=True, max_tokens=20, **USAGE)
+        started(mortal, "decode")
+        assert mortal.worker("prefill").end(signal.SIGTERM) == 0
+        ended_whole(asked.result(20), 20)
+    mortal.restart("prefill")
+    for number in range(3):  # another life at the same address
+        assert ask(mortal, model, picture(number)).status == 200
+
+
+def test_hnd_09_hnd_17_prefill_dies_under_an_aborted_transfer(mortal: Cluster) -> None:
+    """Decode gives back what it holds for a peer that never reports, and when prefill is
+    back at its old address the first request works."""
+    model = mortal.model
+    leaver = Leaver(mortal, body(text("left"), stream=True, max_tokens=50))
+    started(mortal, "decode")
+    leaver.leave()
+    mortal.worker("prefill").end(signal.SIGKILL)
+    mortal.assert_clean(5.0)
+    mortal.restart("prefill")
+    reply = ask(mortal, model, picture(10))
+    assert reply.status == 200
+    assert reply.seconds < 5.0
+
+
+USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
+
+
+def in_mid_stream(cluster: Cluster, pool: ThreadPoolExecutor, count: int) -> list[Future[Reply]]:
+    """So many long streams, of which decode has made tokens."""
+    model, before = cluster.model, cluster.worker("decode").debug_state()["steps"]
+    long: dict[str, Any] = {"stream": True, "max_tokens": 700, **USAGE}
+    asked = [pool.submit(ask, cluster, model, **long) for _ in range(count)]
+    deadline = time.monotonic() + 20
+    while cluster.worker("decode").debug_state()["steps"] < before + 20:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return asked
+
+
+def test_ops_03_decode_leaves_and_breaks_no_stream(mortal: Cluster) -> None:
+    model = mortal.model
+    with ThreadPoolExecutor(4) as pool:
+        asked = in_mid_stream(mortal, pool, 4)
+        mortal.worker("decode").send(signal.SIGTERM)
+        while is_ready(mortal):
+            time.sleep(0.02)
+        refused = ask(mortal, model, max_tokens=8)
+        assert (refused.status, refused.error["code"]) == (503, "stage_unavailable")
+        assert int(refused.headers["retry-after"]) >= 1
+        for reply in [future.result(30) for future in asked]:
+            ended_whole(reply, 700)
+    process = mortal.worker("decode").process
+    assert process is not None
+    assert process.wait(15) == 0
+    mortal.restart("decode")
+    assert ask(mortal, model).status == 200
+
+
+def test_ops_03_ops_06_without_encoders_text_is_served(mortal: Cluster) -> None:
+    """The last encoder leaves while it works; pictures are 503 until another is there."""
+    model = mortal.model
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask, mortal, model, picture(30 + n)) for n in range(4)]
+        started(mortal, "encode")
+        assert mortal.worker("encode").end(signal.SIGTERM) == 0
+        assert {future.result().status for future in asked} <= {200, 503}
+    assert ask(mortal, model).status == 200
+    refused = ask(mortal, model, picture(40))
+    assert (refused.status, refused.error["code"]) == (503, "stage_unavailable")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert request(mortal.address, "/v1/models").json["data"][0]["id"] == model
+    gateway = mortal.gateway.pid
+    mortal.restart("encode")
+    assert ask(mortal, model, picture(40)).status == 200
+    assert mortal.gateway.pid == gateway
+
+
+def test_ops_03_hnd_17_the_gateway_leaves_and_comes_back(mortal: Cluster) -> None:
+    """Its streams end whole; then the workers, all the same, find it again."""
+    workers = [worker.pid for worker in mortal.workers]
+    with ThreadPoolExecutor(3) as pool:
+        asked = in_mid_stream(mortal, pool, 3)
+        mortal.gateway.send(signal.SIGTERM)
+        for reply in [future.result(30) for future in asked]:
+            ended_whole(reply, 700)
+    process = mortal.gateway.process
+    assert process is not None
+    assert process.wait(20) == 0
+    mortal.restart(GATEWAY)
+    reply = ask(mortal, mortal.model, picture(50))
+    assert reply.status == 200
+    assert reply.seconds < 5.0
+    assert [worker.pid for worker in mortal.workers] == workers
+
+
+@pytest.mark.parametrize("role", [GATEWAY, "encode", "decode"])
+def test_ops_05_told_to_stop_while_it_starts(role: str) -> None:
+    """At three moments; a fourth, in the first tenths of a second, belongs to Python."""
+    ports = {f"gateway.{port}": "0" for port in ("http_port", "grpc_port", "membership_port")}
+    settings = {"model.path": str(DEMO_CHECKPOINT)} | (ports if role == GATEWAY else {})
+    made = [
+        subprocess.Popen(
+            command_line(role, settings), cwd=ROOT, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    for after_s, process in zip((1.0, 0.8, 1.6), made, strict=True):
+        time.sleep(after_s)
+        process.send_signal(signal.SIGTERM)
+    assert [process.wait(20) for process in made] == [0, 0, 0]
