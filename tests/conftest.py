@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+if not os.path.exists("/dev/nvidia0"):
+    # Before anything imports Triton: its kernels are run by its interpreter, on the CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 TinyCheckpoint = Callable[..., Path]
 

@@ -26,7 +26,8 @@ class KvPool:
     Zeros, too: bytes that were never written are finite numbers.
 
     `mirrored`: see above; None: on every device but the CPU. `spare` blocks more lie
-    behind the last, for rows that only fill up a batch; peers don't see them.
+    behind the last, for rows that only fill up a batch (`epd.models.gpu.graphs`); peers
+    don't see them. None: one, on every device but the CPU.
     """
 
     def __init__(
@@ -36,14 +37,15 @@ class KvPool:
         device: str | torch.device = "cpu",
         *,
         mirrored: bool | None = None,
-        spare: int = 0,
+        spare: int | None = None,
     ) -> None:
         assert num_blocks > 0
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = torch.device(device)
         self.nbytes = num_blocks * layout.block_bytes
-        self._places = num_blocks + spare
+        on_host = self.device.type == "cpu"
+        self._places = num_blocks + (int(not on_host) if spare is None else spare)
         whole = self._places * layout.block_bytes
         self._memory = torch.zeros(whole + PAGE_BYTES, dtype=torch.uint8, device=self.device)
         start = -self._memory.data_ptr() % PAGE_BYTES
@@ -51,7 +53,7 @@ class KvPool:
         everything.fill_(0)  # zeros() may map untouched pages; this touches them
         self.bytes = everything[: self.nbytes].view(num_blocks, layout.block_bytes)
         """[num_blocks, block_bytes] uint8, contiguous."""
-        staged = self.device.type != "cpu" if mirrored is None else mirrored
+        staged = not on_host if mirrored is None else mirrored
         self._mirror = HostMirror(self.bytes) if staged else None
         self._elements = everything.view(getattr(torch, layout.dtype))
         self._k = [self._view(layout.k_offset(i), s.heads, s.k_dim) for i, s in self._layers]

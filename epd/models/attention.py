@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,6 @@ import epd.models.spec  # noqa: F401 - sets transformers' environment before its
 from epd.kv.layout import KvLayout
 from epd.kv.pool import KvPool
 from epd.models.exact import exact_attention
-from epd.models.kernels.attention import AttentionKernel, StepTables
 
 NAME: Final = "epd_paged"
 
@@ -52,6 +51,29 @@ class SequenceSlice:
     def __post_init__(self) -> None:
         assert 0 < self.query_len <= self.kv_len
         assert 0 <= self.image_rows <= self.query_len
+
+
+class Kernel(Protocol):
+    """Attention by compiled code: a CPU's, a GPU's."""
+
+    def tables(self, pool: KvPool, sequences: Sequence[SequenceSlice]) -> Any:
+        """What its calls need to know of one forward, the same for all layers."""
+        ...
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: Any,
+        scale: float,
+        window: int | None,
+        /,
+    ) -> Tensor:
+        """[1, T, H, E]; writes the new keys and values to the pool first."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +138,7 @@ class AttentionStep:
     sequences: Sequence[SequenceSlice]
     """In batch order."""
     exact: bool
-    kernel: AttentionKernel | None = None
+    kernel: Kernel | None = None
 
     @cached_property
     def tokens(self) -> int:
@@ -124,8 +146,9 @@ class AttentionStep:
         return sum(sequence.query_len for sequence in self.sequences)
 
     @cached_property
-    def tables(self) -> StepTables:
-        return StepTables(self.pool.layout, self.sequences)
+    def tables(self) -> Any:
+        assert self.kernel is not None
+        return self.kernel.tables(self.pool, self.sequences)
 
     @cached_property
     def plan(self) -> _Plan:
@@ -161,7 +184,7 @@ def plan_step(
     sequences: Sequence[SequenceSlice],
     *,
     exact: bool,
-    kernel: AttentionKernel | None = None,
+    kernel: Kernel | None = None,
 ) -> AttentionStep:
     """One forward over `sequences`, in batch order."""
     size = pool.layout.block_tokens

@@ -23,12 +23,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from epd.errors import invalid
 from epd.jobs import ImageItem
-from epd.kv.layout import KvLayout, LayerShape
 from epd.kv.pool import KvPool
 from epd.models import attention
-from epd.models.attention import SequenceSlice, plan_step
+from epd.models.attention import AttentionStep, Kernel, SequenceSlice, plan_step
+from epd.models.backends import device_attention, isa, kv_layout
 from epd.models.checkpoint import load_part, read_spec
 from epd.models.exact import ROW_TILE, make_row_invariant
+from epd.models.gpu.attention import DeviceAttention
+from epd.models.gpu.graphs import DecodeGraphs, buckets
 from epd.models.kernels import build
 from epd.models.kernels.attention import AttentionKernel
 from epd.models.kernels.build import Library
@@ -80,6 +82,7 @@ class LanguageModel:
         block_tokens: int,
         kernels: Library | None = None,
         quantize: Quantize = "off",
+        on_device: bool = True,
     ) -> None:
         self.model = model.to(device)
         self.spec = spec
@@ -88,11 +91,14 @@ class LanguageModel:
         self.quantize = quantize
         text = model.config.get_text_config()
         weights = NAME if quantize == "int8" else ""
-        self.kv_layout = _kv_layout(text, spec.dtype, block_tokens, weights)
+        self.kv_layout = kv_layout(text, spec.dtype, block_tokens, weights)
         self._kernels = kernels
-        self._attention: AttentionKernel | None = None
+        self._attention: Kernel | None = None
+        self._graphs: DecodeGraphs | None = None
         if kernels is not None:
             self._use(kernels)
+        elif device.type == "cuda" and on_device and not exact:
+            self._attention = device_attention(self.kv_layout, text.num_attention_heads)
         elif quantize != "off":
             quantize_linears(self.model, ROW_TILE if exact else None)
         if exact:
@@ -145,17 +151,20 @@ class LanguageModel:
             block_tokens=block_tokens,
             kernels=build.load() if fits else None,
             quantize=quantize,
+            on_device=kernels == "auto",
         )
 
     @property
     def numerics_id(self) -> str:
         """Workers with equal ids compute equal bits in exact mode."""
         kernel = "exact/1" if self.exact else "sdpa/1"
+        if isinstance(self._attention, DeviceAttention):
+            kernel += f"+{self._attention.backend}"
         if self._kernels is not None:
             kernel += f"+kernels/{self._kernels.id}"
         if self.quantize != "off":
             kernel += f"+{NAME}"
-        parts = [kernel, _isa(self.device), self.spec.dtype, f"threads={torch.get_num_threads()}"]
+        parts = [kernel, isa(self.device), self.spec.dtype, f"threads={torch.get_num_threads()}"]
         return ";".join([*parts, f"torch={torch.__version__}"])
 
     def positions(
@@ -215,19 +224,59 @@ class LanguageModel:
 
         Rows are independent of each other except through the sequences' own blocks.
         """
+        replayed = self._replay(batch, pool)
+        if replayed is not None:
+            return replayed
         step = plan_step(pool, batch.sequences, exact=self.exact, kernel=self._attention)
         assert step.tokens == len(batch.token_ids) == batch.positions.shape[1]
         token_ids, positions = self._padded(batch)
         select = torch.as_tensor(batch.select, dtype=torch.int64, device=self.device)
+        return self._run(token_ids, positions, select, step, self._image_rows(batch))
+
+    def _replay(self, batch: ForwardBatch, pool: KvPool) -> Tensor | None:
+        """By a CUDA graph, where one fits. Placeholder ids, generated ones too, need rows."""
+        if self._graphs is None or self._graphs.pool is not pool:
+            return None
+        if bool((batch.token_ids == self.spec.image_token_id).any()):
+            return None
+        logits = self._graphs.run(batch.token_ids, batch.positions, batch.sequences)
+        if logits is None:
+            return None
+        return logits[torch.as_tensor(batch.select, device=self.device)]
+
+    def _run(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        select: Tensor,
+        step: AttentionStep,
+        image_rows: dict[str, _ImageRows] | None = None,
+    ) -> Tensor:
+        """Logits [N, vocab] float32; everything is on the device."""
         logits: Tensor = self.model(
             input_ids=token_ids[None],
             position_ids=positions[:, None] if len(positions) > 1 else positions,
-            mm_encoder_outputs=self._image_rows(batch),
+            mm_encoder_outputs=image_rows,
             logits_to_keep=select,
             use_cache=False,
             step=step,
         ).logits[0]
         return logits.float()
+
+    @torch.inference_mode()
+    def prepare_decode(self, pool: KvPool, most: int, max_context: int) -> None:
+        """Make decode steps of up to `most` sequences in `pool` fast where that takes
+        preparing: CUDA graphs, seconds. Nothing on a CPU."""
+        if not isinstance(self._attention, DeviceAttention):
+            return
+        self._graphs = DecodeGraphs(
+            self._run,
+            self._attention,
+            pool,
+            sizes=buckets(most),
+            position_rows=len(self.continuation(0, 1, 0)),
+            max_context=max_context,
+        )
 
     def _padded(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Ids and positions on the device, in exact mode padded to whole row tiles."""
@@ -281,22 +330,3 @@ class LanguageModel:
         full[0] = self.model.get_input_embeddings()(ids)
         full[:, torch.tensor(real, device=self.device)] = rows
         return full
-
-
-def _kv_layout(text_config: Any, dtype: str, block_tokens: int, weights: str) -> KvLayout:
-    heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
-    dim = getattr(text_config, "head_dim", None)
-    dim = dim or text_config.hidden_size // text_config.num_attention_heads
-    layers = (LayerShape(heads, dim, dim),) * text_config.num_hidden_layers
-    return KvLayout(block_tokens, dtype, layers, weights)
-
-
-def _isa(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    isa = torch.backends.cpu.get_cpu_capability()
-    flags = {
-        "bf16": torch.cpu._is_avx512_bf16_supported(),
-        "amx": torch.cpu._is_amx_tile_supported(),
-    }
-    return "+".join([isa, *[name for name, there in flags.items() if there]])

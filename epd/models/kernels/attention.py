@@ -19,6 +19,7 @@ from epd.models.kernels.build import Library
 
 if TYPE_CHECKING:
     from epd.kv.layout import KvLayout
+    from epd.kv.pool import KvPool
     from epd.models.attention import SequenceSlice
 
 
@@ -73,6 +74,9 @@ class AttentionKernel:
         self._threads = threads
         self._run = library.handle.epd_attention
         self._run.argtypes, self._run.restype = (c_void_p, c_void_p, c_int), None
+
+    def tables(self, pool: KvPool, sequences: Sequence[SequenceSlice]) -> StepTables:
+        return StepTables(pool.layout, sequences)
 
     def __call__(
         self,
