@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from decode.ticket import Ticket
@@ -93,5 +94,7 @@ class KvReader:
         )
         read = [(p.local, span) for p, span in zip(pieces, spans, strict=True)]
         await self._memory.verify("kv", read, "KV blocks")
+        if self._pool.mirrored:
+            await asyncio.to_thread(self._pool.from_peers, blocks)
         ticket.transfer_ms += watch.ms
         ticket.transfer_bytes += stats.nbytes

@@ -87,6 +87,7 @@ class DecodeWorker:
     def warm_up(self) -> None:
         """Before the first request: it should not pay for a cold start."""
         self._runner.warm_up()
+        self._lm.prepare_decode(self._kv.pool, self._config.decode.max_running, self._max_context)
 
     # -- one request --------------------------------------------------------
 

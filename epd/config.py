@@ -150,6 +150,10 @@ class TransferConfig(_Section):
     port_min: int = 0
     """Range of Mooncake's own ports; 0: its default range."""
     port_max: int = 0
+    staging: Literal["auto", "always"] = "auto"
+    """Where KV blocks are read to and from. "auto": the pool itself if it is host memory,
+    else a mirror of it in pinned host memory. "always": a mirror on CPUs, too, which costs
+    memory and copies and shows on any machine that the mirror's path works."""
     networks: tuple[str, ...] = Field((), max_length=64)
     """Networks ("10.1.0.0/24") that peers may come from; packets from elsewhere to Mooncake's
     ports are dropped. None: from anywhere that reaches `host`'s interface."""

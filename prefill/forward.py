@@ -114,5 +114,6 @@ class Runner:
         if chunk.last and chunk.end % size and ticket.job.decode_follows:
             self._pool.zero_tail(ticket.blocks[stop], chunk.end % size)
             stop += 1
-        views = (self._pool.block_bytes_view(block) for block in ticket.blocks[first:stop])
-        return tuple(checksum(view) for view in views)
+        blocks = ticket.blocks[first:stop]
+        self._pool.to_peers(blocks)
+        return tuple(checksum(self._pool.block_bytes_view(block)) for block in blocks)

@@ -78,6 +78,11 @@ class KvPool:
         return self._v[layer]
 
     @property
+    def mirrored(self) -> bool:
+        """Whether peers and model see different memory."""
+        return self._mirror is not None
+
+    @property
     def peers_bytes(self) -> Tensor:
         """[num_blocks, block_bytes] uint8 on the host: what peers read, and reads fill."""
         return self.bytes if self._mirror is None else self._mirror.bytes

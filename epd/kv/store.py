@@ -20,7 +20,7 @@ class KvStore:
     """`num_blocks` blocks of `layout` on `device`; owns their memory.
 
     `fingerprint` and `numerics_id` name what computes the blocks: others' are not found.
-    `cached` off: nothing outlives its request.
+    `cached` off: nothing outlives its request. `mirrored`: see `KvPool`.
     """
 
     def __init__(
@@ -32,10 +32,11 @@ class KvStore:
         fingerprint: str,
         numerics_id: str,
         cached: bool,
+        mirrored: bool | None = None,
         count: Count = uncounted,
     ) -> None:
         self.layout = layout
-        self.pool = KvPool(layout, num_blocks, device)
+        self.pool = KvPool(layout, num_blocks, device, mirrored=mirrored)
         self.blocks = BlockAllocator(num_blocks)
         self.prefix = PrefixCache(self.blocks, enabled=cached, count=count)
         self._names = (fingerprint, numerics_id)

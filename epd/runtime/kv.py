@@ -25,6 +25,7 @@ def make_store(config: Config, stage: Stage, lm: LanguageModel, memory: OwnedMem
         fingerprint=lm.spec.fingerprint,
         numerics_id=lm.numerics_id,
         cached=cached,
+        mirrored=True if config.transfer.staging == "always" else None,
         count=partial(metrics.count_cache, f"{stage}_prefix"),
     )
     memory.register(store.pool.address(0), store.pool.nbytes, store.pool)
