@@ -178,6 +178,7 @@ DISTRIBUTIONS = {
     "grpc_status": "grpcio-status",
     "prometheus_client": "prometheus-client",
     "starlette": "fastapi",
+    "triton": "(an extra)",  # comes with torch's CUDA build
     "tokenizers": "transformers",
     "yarl": "aiohttp",
     "mooncake": "(an extra)",
