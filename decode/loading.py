@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from decode.ticket import Ticket
-from epd.errors import invalid
+from epd.errors import EpdError, ErrorKind, invalid
 from epd.handoff import kv_contract
 from epd.kv.store import KvStore
 from epd.models.spec import ModelSpec
+from epd.obs import metrics
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.streams import Stopwatch
 from epd.transfer.contract import Handle, Span, mismatch
 from epd.transfer.pieces import Piece
 
+Share = Callable[[Sequence[int]], None]
+
 
 class KvReader:
     """Fills blocks of `kv` from other workers' pools; what it read and verified is cached."""
 
-    def __init__(self, spec: ModelSpec, kv: KvStore, memory: OwnedMemory) -> None:
+    def __init__(
+        self, spec: ModelSpec, kv: KvStore, memory: OwnedMemory, shared: bool = False
+    ) -> None:
+        """`shared`: a prefill of this process announces blocks of the same store."""
         self._spec = spec
+        self._kv = kv
+        self._shared = shared
         self._pool = kv.pool
         self._prefix = kv.prefix
         self._layout = kv.layout
@@ -42,6 +50,8 @@ class KvReader:
         expected = min(blocks * self._layout.block_tokens, ticket.total)
         if blocks > self._layout.blocks_for(ticket.total) or tokens != expected:
             raise mismatch("tokens of the announced blocks", tokens, expected)
+        if not first_block:
+            ticket.adopts = self._shared and handle.owner == self._memory.peer
         ticket.announced_blocks, ticket.announced_tokens = blocks, tokens
         ticket.pending.append(handle)
         ticket.arrived.set()
@@ -68,6 +78,37 @@ class KvReader:
                     await self._read(ticket, blocks[here:announced], handle, spans)
                     self._cache(ticket, blocks, here, announced)
                     ticket.loaded_blocks = announced
+
+    async def adopt(self, ticket: Ticket, own: Sequence[int], share: Share) -> None:
+        """Take over what is announced, as it is announced, where prefill is in this
+        process: `share` is given full blocks, and the last, partial one is copied into
+        `own[0]`, since decode goes on writing in it. No other byte is moved.
+
+        Raises:
+            EpdError: TRANSFER_FAILED, prefill's lease is over.
+        """
+        whole = ticket.total // self._layout.block_tokens
+        while ticket.loaded_blocks < self._layout.blocks_for(ticket.total):
+            await ticket.arrived.wait()
+            ticket.arrived.clear()
+            while ticket.pending:
+                handle = ticket.pending.popleft()
+                first = ticket.loaded_blocks
+                blocks = self._granted(ticket.job.nonce, first, handle)
+                full = blocks[: max(0, whole - first)]
+                share(full)
+                metrics.ADOPTED_BLOCKS.inc(len(full))
+                for last in blocks[len(full) :]:
+                    self._pool.copy(last, own[0])
+                ticket.loaded_blocks += len(blocks)
+
+    def _granted(self, nonce: int, first: int, handle: Handle) -> list[int]:
+        blocks = self._kv.granted(nonce, first, [span.address for span in handle.spans])
+        if blocks is None:
+            raise EpdError(
+                ErrorKind.TRANSFER_FAILED, "prefill in this process no longer leases these blocks"
+            )
+        return blocks
 
     def _cache(self, ticket: Ticket, blocks: Sequence[int], first: int, stop: int) -> None:
         """Only full blocks have a hash: the last one will be written to."""

@@ -8,7 +8,7 @@ from epd.jobs import Stage
 from epd.rpc.jobs import ModelFacts
 from epd.rpc.server import Server
 from epd.runtime.context import max_context
-from epd.runtime.kv import make_store, num_blocks
+from epd.runtime.kv import num_blocks
 from epd.runtime.resources import Resources
 from epd.runtime.stage import Part
 from protos.epd.v1 import decode_pb2_grpc
@@ -24,8 +24,7 @@ async def build(shared: Resources) -> Part:
     config, lm, memory = shared.config, shared.lm, shared.memory
     pool_tokens = num_blocks(config, Stage.DECODE) * config.kv.block_tokens
     context = max_context(config, lm.spec, pool_tokens)
-    kv = make_store(config, Stage.DECODE, lm, memory)
-    worker = DecodeWorker(config, lm, memory, kv, context, shared.thread)
+    worker = DecodeWorker(config, lm, memory, shared.kv, context, shared.thread)
     worker.warm_up()
     facts = ModelFacts(
         fingerprint=lm.spec.fingerprint,

@@ -12,6 +12,8 @@ Invariants
                     so the oldest always goes on
     a running step  never loses a block: what leaves during it is freed by `complete`
     reads           blocks that reads still write into are freed by `release` only
+    adopted         full blocks of a prefill in this process are never written; what
+                    comes behind them is the request's own
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from enum import Enum, auto
 
 from epd.errors import EpdError, ErrorKind
 from epd.kv.blocks import BlockAllocator
-from epd.kv.prefix import PrefixCache
+from epd.kv.prefix import PrefixCache, Reserved
 
 
 class _State(Enum):
@@ -54,7 +56,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Block table of a request that may read now; the first `cached` need no reading."""
+    """Block table of a request that may read now; the first `cached` need no reading.
+    Where prefill is in this process: only the blocks behind those that it gives (`adopt`)."""
 
     key: int
     blocks: tuple[int, ...]
@@ -70,6 +73,8 @@ class _Sequence:
     hashes: tuple[bytes, ...]
     state: _State = _State.JOINED
     blocks: list[int] = field(default_factory=list)
+    adopts: bool = False  # prefill, in this process, gives it all full blocks
+    adopted: int = 0  # of the first blocks: read-only, and prefill's as well
     gone: bool = False  # left during the running step
 
 
@@ -83,8 +88,11 @@ class Scheduler:
         block_tokens: int,
         max_running: int,
         max_queue: int,
+        num_blocks: int | None = None,
     ) -> None:
         self._blocks = blocks
+        self._num_blocks = num_blocks or blocks.num_blocks
+        """That are decode's whatever else the pool holds: the others come and go."""
         self._prefix = prefix
         self._block_tokens = block_tokens
         self._max_running = max_running
@@ -126,8 +134,8 @@ class Scheduler:
                 OVERLOADED when the queue is full.
         """
         most = self._blocks_for(max(most_tokens, kv_tokens))
-        if most > self._blocks.num_blocks:
-            pool = self._blocks.num_blocks * self._block_tokens
+        if most > self._num_blocks:
+            pool = self._num_blocks * self._block_tokens
             raise EpdError(
                 ErrorKind.CONTEXT_LENGTH_EXCEEDED,
                 f"prompt and output may take {most_tokens} tokens, decode holds {pool}",
@@ -141,11 +149,12 @@ class Scheduler:
             )
         self._all[key] = _Sequence(key, (arrival, key), kv_tokens, most, tuple(hashes))
 
-    def announced(self, key: int) -> None:
-        """Its first blocks can be read: it may reserve from now on."""
+    def announced(self, key: int, adopts: bool = False) -> None:
+        """Its first blocks can be read, or adopted: it may reserve from now on."""
         sequence = self._all.get(key)
         if sequence is not None and sequence.state is _State.JOINED:
             sequence.state = _State.WAITING
+            sequence.adopts = adopts
             self._queue.append(sequence)
 
     def reserve(self) -> list[Place]:
@@ -157,9 +166,7 @@ class Scheduler:
         admitted: list[Place] = []
         while self._queue and self.running < self._max_running:
             head = self._queue[0]
-            need = min(self._blocks_for(head.kv_tokens) + 1, head.most_blocks)
-            spare = self._count(_State.RUNNING)
-            reserved = self._prefix.reserve(head.hashes, need, spare)
+            reserved = self._reserve(head, self._count(_State.RUNNING))
             if reserved is None:
                 break
             self._prefix.taken(reserved)
@@ -168,6 +175,27 @@ class Scheduler:
             head.blocks = reserved.blocks
             admitted.append(Place(head.key, tuple(reserved.blocks), reserved.cached))
         return admitted
+
+    def _reserve(self, head: _Sequence, spare: int) -> Reserved | None:
+        if head.adopts:  # a place for the next token, and for what it has before it
+            full = head.kv_tokens // self._block_tokens
+            own = min(self._blocks_for(head.kv_tokens + 1), head.most_blocks) - full
+            return self._prefix.reserve((), own, spare)
+        need = min(self._blocks_for(head.kv_tokens) + 1, head.most_blocks)
+        return self._prefix.reserve(head.hashes, need, spare)
+
+    def adopt(self, key: int, blocks: Sequence[int]) -> None:
+        """Hold these next full blocks too, which prefill computed in this process.
+        Ignored once the request has left."""
+        sequence = self._all.get(key)
+        if sequence is None:
+            return
+        assert sequence.adopts
+        for block in blocks:
+            self._blocks.share(block)
+        at = sequence.adopted
+        sequence.blocks[at:at] = blocks
+        sequence.adopted += len(blocks)
 
     def start(self, key: int) -> None:
         """All its KV is here and the first token is known. Ignored once preempted."""
@@ -250,10 +278,14 @@ class Scheduler:
             self._blocks.free(blocks)
 
     def check_integrity(self) -> None:
-        held = Counter(b for s in {**self._in_step, **self._all}.values() for b in s.blocks)
+        sequences = {**self._in_step, **self._all}.values()
+        held = Counter(b for s in sequences for b in s.blocks[s.adopted :])
         for block, holders in held.items():
             assert self._blocks.references(block) >= holders, f"block {block} is held, and free"
             assert holders == 1 or self._prefix.knows(block), "two sequences hold one block"
         assert all(s.state is _State.WAITING for s in self._queue)
+        for sequence in sequences:
+            assert sequence.adopted == 0 or sequence.adopts
+            assert all(self._blocks.references(block) for block in sequence.blocks)
         for sequence in self._by_age(_State.JOINED, _State.WAITING):
             assert not sequence.blocks

@@ -63,6 +63,8 @@ class Ticket:
     pending: deque[Handle] = field(default_factory=deque)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when `pending` has something."""
+    adopts: bool = False
+    """Prefill is in this process: its blocks are shared, not read."""
     announced_blocks: int = 0
     announced_tokens: int = 0
     loaded_blocks: int = 0

@@ -35,6 +35,7 @@ from epd.obs import metrics
 from epd.rpc.status import internal
 from epd.runtime.group import Description, Load
 from epd.runtime.isolate import run_isolated
+from epd.runtime.kv import num_blocks
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.steps import EngineThread, StepLoop
 from epd.runtime.streams import Stopwatch, Streams
@@ -67,17 +68,20 @@ class DecodeWorker:
         self._max_context = max_context
         self._layout = lm.kv_layout
         self._kv = kv
+        self._num_blocks = num_blocks(config, self.stage)
+        shared = self._num_blocks < kv.blocks.num_blocks
         self._scheduler = Scheduler(
             kv.blocks,
             kv.prefix,
             self._layout.block_tokens,
             config.decode.max_running,
             config.decode.max_queue,
+            self._num_blocks,
         )
         self._runner = Runner(lm, kv.pool)
         spec = self.spec
         self._grammars = Grammars(spec.path, spec.vocab_size, spec.eos_token_ids)
-        self._reader = KvReader(self.spec, kv, memory)
+        self._reader = KvReader(self.spec, kv, memory, shared)
         self._tickets: dict[int, Ticket] = {}
         self._next_key = 0
         self._background: set[asyncio.Task[None]] = set()
@@ -136,7 +140,7 @@ class DecodeWorker:
         if ticket.first is not None:
             raise invalid("came after start", "kv_ready")
         self._reader.announced(ticket, first_block, handle, tokens)
-        self._scheduler.announced(ticket.key)
+        self._scheduler.announced(ticket.key, ticket.adopts)
         self._admit()  # now, not after the running step: reading overlaps with it
 
     def begin(self, ticket: Ticket, first: SampledToken, kv_tokens: int) -> None:
@@ -170,7 +174,12 @@ class DecodeWorker:
     async def _load(self, ticket: Ticket, place: Place) -> None:
         """Read blocks as they are announced, until all are here."""
         try:
-            await self._reader.load(ticket, place.blocks, place.cached)
+            if ticket.adopts:
+                await self._reader.adopt(
+                    ticket, place.blocks, lambda blocks: self._scheduler.adopt(ticket.key, blocks)
+                )
+            else:
+                await self._reader.load(ticket, place.blocks, place.cached)
         except EpdError as error:
             self._fail(ticket, error)
             return
@@ -317,7 +326,7 @@ class DecodeWorker:
             numerics_id=self._lm.numerics_id,
             kv_layout=self._layout.name,
             kv_block_shape=self._layout.block_shape,
-            kv_tokens=self._kv.blocks.num_blocks * self._layout.block_tokens,
+            kv_tokens=self._num_blocks * self._layout.block_tokens,
             max_context=self._max_context,
             max_queue=self._config.decode.max_queue,
         )
@@ -350,7 +359,8 @@ class DecodeWorker:
         """Assert the bookkeeping; call it when idle or after a test."""
         self._scheduler.check_integrity()
         self._kv.check_integrity()
-        if not self._tickets and not self.memory.engine.outstanding:
+        busy = self.memory.engine.outstanding or self.memory.leases.quarantined_bytes
+        if not self._tickets and not busy:
             assert self._kv.blocks.used == 0, "a block leaked"
 
     def start(self) -> asyncio.Task[None]:

@@ -25,6 +25,7 @@ class KvLessor:
         self._spec = spec
         self._pool = kv.pool
         self._blocks = kv.blocks
+        self._grants = kv.grants
         self._memory = memory
         self._freed = freed
 
@@ -47,6 +48,7 @@ class KvLessor:
         else:
             leases.extend(ticket.lease, nbytes, lambda: self._free(blocks))
         ticket.announced = stop
+        self._grants.extend(ticket.job.nonce, ticket, blocks)
         tokens = min(stop * self._pool.layout.block_tokens, computed)
         return KvReady(first, self._handle(ticket, first, stop), tokens)
 
@@ -74,6 +76,7 @@ class KvLessor:
         unannounced, ticket.blocks = ticket.blocks[ticket.announced :], []
         lease, ticket.lease = ticket.lease, None
         if lease is not None:
+            self._grants.end(ticket.job.nonce, ticket)
             self._memory.end(lease, clean=not ticket.lost)
         ticket.announced = 0
         self._free(unannounced)

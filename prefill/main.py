@@ -6,7 +6,7 @@ from epd.jobs import Stage
 from epd.rpc.jobs import ModelFacts
 from epd.rpc.server import Server
 from epd.runtime.context import max_context
-from epd.runtime.kv import make_store, num_blocks
+from epd.runtime.kv import num_blocks
 from epd.runtime.resources import Resources
 from epd.runtime.stage import Part
 from prefill.service import PrefillService
@@ -25,8 +25,7 @@ async def build(shared: Resources) -> Part:
     pool_bytes = num_blocks(config, Stage.PREFILL) * lm.kv_layout.block_bytes
     memory.may_quarantine(pool_bytes // 2)
     context = max_context(config, lm.spec)
-    kv = make_store(config, Stage.PREFILL, lm, memory)
-    worker = PrefillWorker(config, lm, memory, kv, context, shared.thread)
+    worker = PrefillWorker(config, lm, memory, shared.kv, context, shared.thread)
     worker.warm_up()
     facts = ModelFacts(
         fingerprint=lm.spec.fingerprint,

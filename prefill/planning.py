@@ -28,9 +28,12 @@ class Planner:
     """Position rows and hashes are computed in a thread of their own: for a long prompt
     they take a while, and the engine thread has better things to do."""
 
-    def __init__(self, config: Config, lm: LanguageModel, kv: KvStore, landing: Landing) -> None:
+    def __init__(
+        self, config: Config, lm: LanguageModel, kv: KvStore, num_blocks: int, landing: Landing
+    ) -> None:
         self._lm = lm
         self._kv = kv
+        self._num_blocks = num_blocks
         self._landing = landing
         self._max_top_logprobs = config.limits.max_top_logprobs
         self._keys = itertools.count()
@@ -81,11 +84,11 @@ class Planner:
         validate(job.sampling, spec.vocab_size, max_top_logprobs=self._max_top_logprobs)
         if len(job.token_ids) - job.prompt_length >= job.sampling.max_tokens:
             raise invalid("everything is generated already", "job.sampling.max_tokens")
-        if layout.blocks_for(len(job.token_ids)) > self._kv.blocks.num_blocks:
+        if layout.blocks_for(len(job.token_ids)) > self._num_blocks:
             raise EpdError(
                 ErrorKind.CONTEXT_LENGTH_EXCEEDED,
                 f"the prompt has {len(job.token_ids)} tokens, prefill's pool "
-                f"(kv.prefill_tokens) holds {self._kv.blocks.num_blocks * layout.block_tokens}",
+                f"(kv.prefill_tokens) holds {self._num_blocks * layout.block_tokens}",
                 param="job.token_ids",
             )
         self._landing.check_fits(job.items)

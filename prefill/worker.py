@@ -30,6 +30,7 @@ from epd.obs import metrics
 from epd.rpc.status import internal
 from epd.runtime.group import Description, Load
 from epd.runtime.isolate import run_isolated
+from epd.runtime.kv import num_blocks
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.steps import EngineThread, StepLoop
 from epd.runtime.streams import Stopwatch, Streams
@@ -73,6 +74,8 @@ class PrefillWorker:
         self._max_context = max_context
         self._layout = lm.kv_layout
         self._kv = kv
+        self._num_blocks = num_blocks(config, self.stage)
+        """That prefill may hold; of a shared pool a part."""
         self.steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable, thread)
         self._landing = Landing(
             self.spec, config.prefill.landing_mib << 20, memory, self.steps.poke
@@ -83,7 +86,7 @@ class PrefillWorker:
         self._budget = StepBudget(limits.step_tokens, limits.step_ms)
         self._scheduler = Scheduler(limits.step_tokens, limits.chunk_tokens, limits.max_queue)
         self._tickets: dict[int, Ticket] = {}
-        self._planner = Planner(config, lm, kv, self._landing)
+        self._planner = Planner(config, lm, kv, self._num_blocks, self._landing)
         self._background: set[asyncio.Task[None]] = set()
         self.streams = Streams(self.stage)
 
@@ -217,6 +220,8 @@ class PrefillWorker:
         # The last token is always computed: its logits are wanted.
         most = (ticket.total - 1) // self._layout.block_tokens
         count = self._layout.blocks_for(ticket.total)
+        if not self._within_share(count):
+            return None
         reserved = self._kv.prefix.reserve(ticket.chain.hashes[:most], count)
         if reserved is None:
             return None
@@ -229,10 +234,19 @@ class PrefillWorker:
         self._kv.prefix.taken(reserved)
         ticket.landing = places
         ticket.blocks = reserved.blocks
-        ticket.sums = self._kv.prefix.checksums(reserved.blocks[: reserved.cached])
+        ticket.sums = self._kv.sums(reserved.blocks[: reserved.cached])
         ticket.cached_tokens = cached
         ticket.missing = tuple(places)
         return cached
+
+    def _within_share(self, more: int) -> bool:
+        """Whether prefill may hold so many more blocks. A pool that decode has a part in is
+        never prefill's alone: else all of it could wait for a decode that finds no room."""
+        if self._kv.blocks.num_blocks == self._num_blocks:
+            return True
+        held = set[int]().union(*(ticket.blocks for ticket in self._tickets.values()))
+        lost = self.memory.leases.quarantined_bytes // self._layout.block_bytes
+        return len(held) + lost + more <= self._num_blocks
 
     def _admit(self) -> None:
         for key in self._scheduler.reserve(self._try_reserve):
@@ -341,7 +355,7 @@ class PrefillWorker:
             numerics_id=self._lm.numerics_id,
             kv_layout=self._layout.name,
             kv_block_shape=self._layout.block_shape,
-            kv_tokens=self._kv.blocks.num_blocks * self._layout.block_tokens,
+            kv_tokens=self._num_blocks * self._layout.block_tokens,
             max_context=self._max_context,
             max_rows=self._landing.arena.nbytes // embedding_bytes(self.spec, 1),
             max_queue=self._config.prefill.max_queue,

@@ -107,6 +107,15 @@ class KvPool:
         if self._mirror is not None:
             self._mirror.to_device(blocks)
 
+    def copy(self, source: int, target: int) -> None:
+        """All bytes of one block into another, where the model computes."""
+        self.bytes[target].copy_(self.bytes[source])
+
+    def block_at(self, address: int) -> int | None:
+        """The block that starts there for peers; None: no block does."""
+        block, rest = divmod(address - self.address(0), self.layout.block_bytes)
+        return block if not rest and 0 <= block < self.num_blocks else None
+
     def zero_tail(self, block: int, from_token: int) -> None:
         """Clear the places from `from_token` on, in every layer.
 

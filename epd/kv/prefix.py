@@ -199,15 +199,12 @@ class PrefixCache:
         """Whether the block can be found."""
         return block in self._entries
 
-    def checksums(self, blocks: Sequence[int]) -> list[int]:
-        """Sums of the first blocks, as far as all before them are cached with theirs."""
-        sums: list[int] = []
-        for block in blocks:
-            entry = self._entries.get(block)
-            if entry is None or entry.checksum is None:
-                break
-            sums.append(entry.checksum)
-        return sums
+    def checksum_of(self, block: int, compute: Callable[[int], int]) -> int:
+        """Sum of a cached block; one that came without it is computed, and kept with it."""
+        entry = self._entries[block]
+        if entry.checksum is None:
+            entry.checksum = compute(block)
+        return entry.checksum
 
     def insert(
         self, hashes: Sequence[bytes], blocks: Sequence[int], sums: Sequence[int] | None = None

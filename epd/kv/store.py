@@ -11,9 +11,11 @@ import torch
 
 from epd.jobs import ImageItem
 from epd.kv.blocks import BlockAllocator
+from epd.kv.grants import Grants
 from epd.kv.layout import KvLayout
 from epd.kv.pool import KvPool
 from epd.kv.prefix import BlockChain, Count, PrefixCache, root_hash, uncounted
+from epd.transfer.checksum import checksum
 
 
 class KvStore:
@@ -39,6 +41,7 @@ class KvStore:
         self.pool = KvPool(layout, num_blocks, device, mirrored=mirrored)
         self.blocks = BlockAllocator(num_blocks)
         self.prefix = PrefixCache(self.blocks, enabled=cached, count=count)
+        self.grants = Grants()
         self._names = (fingerprint, numerics_id)
 
     def chain(
@@ -60,6 +63,23 @@ class KvStore:
             prompt_length=prompt_length,
             block_tokens=self.layout.block_tokens,
         )
+
+    def sums(self, blocks: Sequence[int]) -> list[int]:
+        """Checksums of cached blocks that the caller holds. A block that decode filled has
+        none yet: it is computed now, once."""
+        return [self.prefix.checksum_of(block, self._sum) for block in blocks]
+
+    def _sum(self, block: int) -> int:
+        self.pool.to_peers([block])
+        return checksum(self.pool.block_bytes_view(block))
+
+    def granted(self, nonce: int, first: int, addresses: Sequence[int]) -> list[int] | None:
+        """The blocks at these addresses, if prefill in this process has just these under
+        lease for the attempt `nonce`, from its block `first` on; else None."""
+        blocks = [self.pool.block_at(address) for address in addresses]
+        found = [block for block in blocks if block is not None]
+        whole = len(found) == len(blocks) and self.grants.find(nonce, first, found)
+        return found if whole else None
 
     def state(self) -> dict[str, object]:
         """Counts for /metrics; idle cached blocks are not used ones."""

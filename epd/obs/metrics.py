@@ -43,6 +43,10 @@ STEP_FAILURES = _counter("epd_step_failures", "Steps that raised", "stage")
 PREEMPTIONS = _counter("epd_preemptions", "Sequences pushed out for want of blocks", "stage")
 TOKENS = _counter("epd_tokens", "Tokens computed (prefill) or generated (decode)", "stage")
 IMAGES = _counter("epd_images", "Images encoded", "stage")
+ADOPTED_BLOCKS = _counter(
+    "epd_kv_adopted_blocks",
+    "KV blocks that decode shares with a prefill of its own process, instead of reading them",
+)
 CACHE_LOOKUPS = _counter(
     "epd_cache_lookups",
     "What was looked for in a cache: hit, miss, joined (somebody is making it already)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from epd.config import Config
@@ -12,21 +13,25 @@ from epd.obs import metrics
 from epd.runtime.memory import OwnedMemory
 
 
-def make_store(config: Config, stage: Stage, lm: LanguageModel, memory: OwnedMemory) -> KvStore:
-    """The store of a prefill or decode worker; its pool is registered for peers to read."""
+def make_store(
+    config: Config, stages: Sequence[Stage], lm: LanguageModel, memory: OwnedMemory
+) -> KvStore:
+    """The store of a prefill or decode worker, or of both together; its pool is registered
+    for peers to read. One that is shared has both stages' blocks, and each stage may rely
+    on its own number of them."""
     cached = {
         Stage.PREFILL: config.prefill.prefix_cache,
         Stage.DECODE: config.decode.prefix_cache,
-    }[stage]
+    }
     store = KvStore(
         lm.kv_layout,
-        num_blocks(config, stage),
+        sum(num_blocks(config, stage) for stage in stages),
         lm.device,
         fingerprint=lm.spec.fingerprint,
         numerics_id=lm.numerics_id,
-        cached=cached,
+        cached=all(cached[stage] for stage in stages),
         mirrored=True if config.transfer.staging == "always" else None,
-        count=partial(metrics.count_cache, f"{stage}_prefix"),
+        count=partial(metrics.count_cache, f"{'_'.join(stages)}_prefix"),
     )
     memory.register(store.pool.address(0), store.pool.nbytes, store.pool)
     return store

@@ -1,8 +1,8 @@
 """What the stages of one process share: each thing made once, when it is first asked for.
 
 encode   -> memory, engine thread
-prefill  -> memory, engine thread, language model
-decode   -> memory, engine thread, language model
+prefill  -> memory, engine thread, language model, KV store
+decode   -> memory, engine thread, language model, KV store
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from epd.runtime.memory import OwnedMemory
 from epd.runtime.steps import EngineThread
 
 if TYPE_CHECKING:
+    from epd.kv.store import KvStore
     from epd.models.lm import LanguageModel
 
 
@@ -61,3 +62,11 @@ class Resources:
             kernels=model.kernels,
             quantize=quantize.pop(),
         )
+
+    @cached_property
+    def kv(self) -> KvStore:
+        """One pool, one allocator, one prefix cache for prefill and decode."""
+        from epd.runtime.kv import make_store
+
+        users = [stage for stage in self.stages if stage is not Stage.ENCODE]
+        return make_store(self.config, users, self.lm, self.memory)

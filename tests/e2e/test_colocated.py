@@ -76,6 +76,8 @@ def test_nothing_goes_through_mooncake_inside_the_process(together: Cluster) -> 
     ask(together, grey_png(64, 64, 201), "Describe the image.")
     text = member.metrics()
     assert counter(text, "epd_transfer_bytes_total", kind="kv") == 0
+    assert counter(text, "epd_transfer_local_bytes_total", kind="kv") == 0
+    assert counter(text, "epd_kv_adopted_blocks_total") > 0
     if "encode" in member.hosted:
         assert counter(text, "epd_transfer_bytes_total", kind="embedding") == 0
         assert counter(text, "epd_transfer_local_bytes_total", kind="embedding") > 0

@@ -30,7 +30,7 @@ def counter(text: str, name: str, **labels: str) -> float:
     return sum(
         float(line.split()[-1])
         for line in text.splitlines()
-        if line.startswith(f"{name}{{") and all(part in line for part in wanted)
+        if line.startswith((f"{name}{{", f"{name} ")) and all(part in line for part in wanted)
     )
 
 

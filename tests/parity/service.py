@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,16 @@ def png(image: Image.Image) -> bytes:
 
 @contextmanager
 def service(
-    folder: Path, checkpoint: Path, chunk: int, settings: Mapping[str, object] | None = None
+    folder: Path,
+    checkpoint: Path,
+    chunk: int,
+    settings: Mapping[str, object] | None = None,
+    groups: Sequence[str] = (),
 ) -> Iterator[Cluster]:
-    """One worker of each stage; prefill computes `chunk` tokens of a request at a time."""
+    """One worker of each stage (or processes that host `groups` of stages); prefill computes
+    `chunk` tokens of a request at a time."""
     settings = {"kv.block_tokens": 16, **(settings or {})}
-    cluster = Cluster(folder, checkpoint=checkpoint, settings=settings)
+    cluster = Cluster(folder, checkpoint=checkpoint, settings=settings, groups=groups)
     _set_chunk(cluster, chunk)
     try:
         cluster.start()

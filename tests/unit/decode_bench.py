@@ -25,7 +25,7 @@ class Bench:
         lm: Any = self.lm
         memory: Any = self.memory
         made = config(**settings)
-        self.kv = make_store(made, Stage.DECODE, lm, memory)
+        self.kv = make_store(made, [Stage.DECODE], lm, memory)
         self.worker = DecodeWorker(made, lm, memory, self.kv, 60)
         self.worker.start()
         self.owner = KvPool(self.lm.kv_layout, 64)

@@ -19,10 +19,9 @@ class Bench:
     def __init__(self, **settings: Any) -> None:
         self.lm, self.memory = FakeLm(), FakeMemory()
         lm: Any = self.lm
-        lm: Any = self.lm
         memory: Any = self.memory
         made = config(**settings)
-        self.kv = make_store(made, Stage.PREFILL, lm, memory)
+        self.kv = make_store(made, [Stage.PREFILL], lm, memory)
         self.worker = PrefillWorker(made, lm, memory, self.kv, 1000)
         self.worker.start()
 

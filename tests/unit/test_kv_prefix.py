@@ -287,11 +287,18 @@ def test_switched_off_it_finds_and_keeps_nothing() -> None:
     assert not counted
 
 
-def test_sums_are_known_as_far_as_they_were_given() -> None:
+def test_a_sum_that_was_not_given_is_computed_once() -> None:
     allocator = BlockAllocator(4)
     cache = PrefixCache(allocator)
     blocks, chained = allocator.allocate(3), hashes([1] * 12)
     cache.insert(chained[:2], blocks[:2], [7, 8])
     cache.insert(chained[2:], blocks[2:])
-    assert cache.checksums(blocks) == [7, 8]
-    assert cache.checksums(blocks[2:]) == []
+    computed: list[int] = []
+
+    def compute(block: int) -> int:
+        computed.append(block)
+        return 9
+
+    for _ in range(2):
+        assert [cache.checksum_of(block, compute) for block in blocks] == [7, 8, 9]
+    assert computed == blocks[2:]
