@@ -12,6 +12,7 @@ TORCH  ?= torch==2.13.0
 # cpu, cuda or cuda13: the Mooncake wheel. Exactly one.
 EXTRA  ?= cpu
 PYTEST_ARGS ?=
+CHAOS_ARGS  ?= --minutes 60
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.epd-ready
@@ -20,7 +21,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --retries 5
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos contract check format protos parity clean
+.PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos chaos contract check format protos parity clean
 
 help: ## show this help
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -55,6 +56,9 @@ test-e2e: $(READY) ## real processes over Mooncake
 
 test-chaos: $(READY) ## real processes, hurt on purpose
 	$(BIN)/python -m pytest -q tests/chaos $(PYTEST_ARGS)
+
+chaos: $(READY) ## an hour of checked traffic over a service that is hurt all the time (CHAOS_ARGS="--minutes 5")
+	$(BIN)/python -m tests.chaos.run $(CHAOS_ARGS)
 
 contract: $(READY) ## the API, by clients that nobody here wrote (brings schemathesis along)
 	$(PIP) install -q "schemathesis>=4,<5"

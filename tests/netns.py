@@ -160,13 +160,35 @@ class Network:
         _ip(name, "link set lo up")
 
     def _attach(self, namespace: str, switch: str) -> Link:
-        port = f"port{next(self._ports)}"
+        link = self._reserve(namespace, switch)
+        ends = f"{link.port} type veth peer name {switch} netns {namespace}"
+        _ip(self._hub, f"link add {ends}")
+        self._connect(link, switch)
+        return link
+
+    def attach_taps(self, node: Node, ends: tuple[str, str], switch: str = LAN) -> Link:
+        """A cable of two TAP devices of this namespace; whoever opened them carries frames
+        from one to the other, as late as it likes, or not at all."""
+        link = self._reserve(node.namespace, switch)
+        _ip(None, f"link set {ends[0]} netns {self._hub} name {link.port}")
+        _ip(None, f"link set {ends[1]} netns {node.namespace} name {switch}")
+        self._connect(link, switch)
+        node.links[switch] = link
+        return link
+
+    def shape(self, link: Link, rate: str) -> None:
+        """Let no more than `rate` ("1gbit") out of a node, by tc's token bucket."""
+        line = f"qdisc replace dev {link.interface} root tbf rate {rate} burst 256k latency 100ms"
+        _run(["tc", "-n", link.namespace, *line.split()])
+
+    def _reserve(self, namespace: str, switch: str) -> Link:
         address = f"{self._subnets[switch]}.{next(self._hosts[switch])}"
-        _ip(self._hub, f"link add {port} type veth peer name {switch} netns {namespace}")
-        self._plug(port, switch)
-        _ip(namespace, f"address add {address}/24 dev {switch}")
-        _ip(namespace, f"link set {switch} up")
-        return Link(namespace, switch, port, address)
+        return Link(namespace, switch, f"port{next(self._ports)}", address)
+
+    def _connect(self, link: Link, switch: str) -> None:
+        self._plug(link.port, switch)
+        _ip(link.namespace, f"address add {link.address}/24 dev {switch}")
+        _ip(link.namespace, f"link set {switch} up")
 
     def _attach_host(self, switch: str) -> None:
         _ip(None, f"link add {self._host} type veth peer name host netns {self._hub}")
@@ -235,7 +257,10 @@ def _require_tools() -> None:
 
 
 def _ip(namespace: str | None, arguments: str) -> str:
-    line = ["ip", *(["-n", namespace] if namespace else []), *arguments.split()]
+    return _run(["ip", *(["-n", namespace] if namespace else []), *arguments.split()])
+
+
+def _run(line: Sequence[str]) -> str:
     done = subprocess.run(line, capture_output=True, text=True, timeout=20)
     if done.returncode:
         raise Unavailable(f"{' '.join(line)}: {done.stderr.strip()}")

@@ -164,6 +164,15 @@ class Worker:
         self.send(number)
         return self.process.wait(limit_s)
 
+    def finish(self, limit_s: float = 20.0) -> int:
+        """Wait for the end; the exit code. Killed, with its children, if it takes longer."""
+        assert self.process is not None
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.pid, signal.SIGKILL)
+            return self.process.wait()
+
     def debug_state(self) -> dict[str, Any]:
         address = self.report["http" if self.role == GATEWAY else "metrics"]
         reply = request(address, "/debug/state", timeout_s=10)
