@@ -13,6 +13,7 @@ TORCH  ?= torch==2.13.0
 EXTRA  ?= cpu
 PYTEST_ARGS ?=
 CHAOS_ARGS  ?= --minutes 60
+SOAK_ARGS   ?= --requests 10000
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.epd-ready
@@ -21,7 +22,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --retries 5
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos chaos contract check format protos parity clean
+.PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos chaos soak contract check format protos parity clean
 
 help: ## show this help
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -59,6 +60,9 @@ test-chaos: $(READY) ## real processes, hurt on purpose
 
 chaos: $(READY) ## an hour of checked traffic over a service that is hurt all the time (CHAOS_ARGS="--minutes 5")
 	$(BIN)/python -m tests.chaos.run $(CHAOS_ARGS)
+
+soak: $(READY) ## 10,000 requests, three of ten left by their clients; does anything grow?
+	$(BIN)/python -m tests.chaos.soak $(SOAK_ARGS)
 
 contract: $(READY) ## the API, by clients that nobody here wrote (brings schemathesis along)
 	$(PIP) install -q "schemathesis>=4,<5"

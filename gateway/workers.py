@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from blake3 import blake3
 
+from epd import __version__
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from gateway import router
@@ -201,6 +202,9 @@ class Registry:
         return silent
 
     def _check(self, card: Card) -> None:
+        if release(card.version) != release(__version__):
+            reason = f"version: worker has {card.version!r}, gateway wants {release(__version__)}.x"
+            raise EpdError(ErrorKind.CONTRACT_MISMATCH, reason)
         _same("fingerprint", card.fingerprint, self._fingerprint)
         _same("dtype", card.dtype, self._dtype)
         if not card.stages or not card.address:
@@ -329,6 +333,13 @@ def card_identity(card: Card) -> str:
 
 def _least(values: Sequence[int]) -> int | None:
     return min((value for value in values if value > 0), default=None)
+
+
+def release(version: str) -> str:
+    """What of a version decides whether two workers understand each other: before 1.0 the
+    wire may change with the second number, then with the first."""
+    major, _, rest = version.partition(".")
+    return f"{major}.{rest.partition('.')[0]}" if major == "0" else major
 
 
 def _same(what: str, theirs: object, ours: object) -> None:

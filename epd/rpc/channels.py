@@ -66,15 +66,19 @@ class Dialer:
         self._credentials.refresh()
         return self._credentials.generation
 
-    def dial(self, address: str) -> grpc.aio.Channel:
-        """A channel to "host:port". The caller closes it."""
+    def dial(self, address: str, host: str = "") -> grpc.aio.Channel:
+        """A channel to "host:port". The caller closes it.
+
+        The certificate there must be for `rpc.tls_name`, else for `host`, else for the
+        address's own host.
+        """
         options: list[tuple[str, int | str]] = [*client_options(self._config)]
         self._credentials.refresh()
         credentials = self._credentials.value
         if credentials is None:
             return grpc.aio.insecure_channel(address, options=options)
-        if self._config.tls_name:
-            options.append(("grpc.ssl_target_name_override", self._config.tls_name))
+        if expected := self._config.tls_name or host:
+            options.append(("grpc.ssl_target_name_override", expected))
         return grpc.aio.secure_channel(address, credentials, options=options)
 
 

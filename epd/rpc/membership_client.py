@@ -3,7 +3,9 @@
     dial -> Hello -> Welcome -> (Heartbeat, Beat)* -> end -> back off -> dial ...
                  \\-> Refused: logged; tried again, slowly
 
-For ever: a gateway that restarts finds its workers back within a second or two.
+For ever: a gateway that restarts finds its workers back within a second or two. A name
+stands for all addresses that DNS has for it, asked again every few seconds: gateways behind
+one name come and go while workers run.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import grpc.aio
 from epd.config import RpcConfig
 from epd.obs import metrics
 from epd.rpc.channels import Dialer
+from epd.rpc.names import Target, resolve, split
 from protos.epd.v1 import membership_pb2 as pb
 from protos.epd.v1 import membership_pb2_grpc
 
@@ -24,6 +27,7 @@ logger = logging.getLogger(__name__)
 _BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
 _REFUSED_S = 10.0
 _FIRST_REPLY_S = 5.0
+_RESOLVE_S = 5.0
 
 Load = Callable[[], pb.Heartbeat]
 
@@ -43,15 +47,25 @@ class MembershipClient:
         load: Load,
         config: RpcConfig,
     ) -> None:
+        """
+        Raises:
+            EpdError: an address is not host:port, or the certificates can't be used.
+        """
+        for name in gateways:
+            split(name)
         self._stage = stage
         self._gateways = gateways
         self._hello = hello
         self._load = load
         self._dialer = Dialer(config)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._follower: asyncio.Task[None] | None = None
+        self._sessions: dict[str, tuple[Target, asyncio.Task[None]]] = {}
+        """By address."""
         self._grace_ms: int | None = None
         self._wake: dict[str, asyncio.Event] = {}
         self._joined: set[str] = set()
+        self._unknown: set[str] = set()
+        """Names that DNS didn't know, said once."""
 
     @property
     def joined(self) -> int:
@@ -59,10 +73,7 @@ class MembershipClient:
         return len(self._joined)
 
     def start(self) -> None:
-        for address in self._gateways:
-            self._wake[address] = asyncio.Event()
-            task = asyncio.create_task(self._forever(address), name=f"membership {address}")
-            self._tasks.append(task)
+        self._follower = asyncio.create_task(self._follow(), name="membership names")
 
     def leave(self, grace_s: float) -> None:
         """Tell every gateway at once to route nothing new here."""
@@ -71,15 +82,48 @@ class MembershipClient:
             event.set()
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks = [task for _, task in self._sessions.values()]
+        tasks += [self._follower] if self._follower else []
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _forever(self, address: str) -> None:
+    async def _follow(self) -> None:
+        """A session with each gateway that the names stand for now."""
+        while True:
+            found = await asyncio.gather(*map(self._resolve, self._gateways))
+            # By address: two names of one gateway are one gateway.
+            wanted = {target.address: target for targets in found for target in targets}
+            for address in wanted.keys() - self._sessions.keys():
+                self._begin(wanted[address])
+            for address in self._sessions.keys() - wanted.keys() - self._joined:
+                # A name that has moved on; a gateway that still answers is kept.
+                logger.info("no gateway is at %s any more", address)
+                self._sessions.pop(address)[1].cancel()
+            await asyncio.sleep(_RESOLVE_S)
+
+    def _begin(self, target: Target) -> None:
+        self._wake[target.address] = asyncio.Event()
+        task = asyncio.create_task(self._forever(target), name=f"membership {target.address}")
+        self._sessions[target.address] = target, task
+
+    async def _resolve(self, name: str) -> set[Target]:
+        try:
+            return await resolve(name)
+        except OSError as error:
+            # What was known of it stays.
+            known = {target for target, _ in self._sessions.values() if target.name == name}
+            if not known and name not in self._unknown:
+                logger.warning("gateway %s has no address yet: %s", name, error)
+                self._unknown.add(name)
+            return known
+
+    async def _forever(self, target: Target) -> None:
+        address = target.address
         failures = 0
         while True:
             try:
-                await self._session(address)
+                await self._session(target)
                 failures = 0
             except _Refused as refusal:
                 logger.error("gateway %s refuses this worker: %s", address, refusal)
@@ -94,9 +138,10 @@ class MembershipClient:
             await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
             failures += 1
 
-    async def _session(self, address: str) -> None:
+    async def _session(self, target: Target) -> None:
         """One registration, until it ends. Raises what ended it."""
-        async with self._dialer.dial(address) as channel:
+        address = target.address
+        async with self._dialer.dial(address, target.host) as channel:
             stub = membership_pb2_grpc.MembershipStub(channel)
             call = stub.Join()
             try:

@@ -21,6 +21,7 @@ from tests.chaos.service import Place
 LIMIT_S = 45.0
 """The request's own deadline is 30 s: what takes longer than this hangs."""
 BURST = 16
+WAYS = ("whole", "stream", "stream", "slow", "grpc", "leave", "leave early")
 _PATH = "/v1/chat/completions"
 
 
@@ -54,6 +55,7 @@ class Traffic:
         self._random = random.Random(seed)
         self.expected: dict[str, Answer] = {}
         """By the question's name."""
+        self._ways: Sequence[str] = WAYS
         self._stopping = asyncio.Event()
         self.outcomes = Outcomes()
 
@@ -69,8 +71,9 @@ class Traffic:
                 answer = await self._whole(session, gateway, question)
                 self.expected[question.name] = answer
 
-    async def run(self, clients: int) -> None:
+    async def run(self, clients: int, ways: Sequence[str] = WAYS, bursts: bool = True) -> None:
         """Until `stop`, and until every request that was begun has ended."""
+        self._ways = ways
         async with (
             aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, force_close=True)
@@ -79,7 +82,8 @@ class Traffic:
         ):
             for _ in range(clients):
                 tasks.create_task(self._client(session))
-            tasks.create_task(self._bursts(session))
+            if bursts:
+                tasks.create_task(self._bursts(session))
 
     def stop(self) -> None:
         self._stopping.set()
@@ -101,17 +105,22 @@ class Traffic:
             await asyncio.sleep(self._random.uniform(0, 0.3))
 
     async def _bursts(self, session: aiohttp.ClientSession) -> None:
-        while not self._stopping.is_set():
-            await asyncio.sleep(self._random.uniform(8, 20))
+        while not await self._stops_within(self._random.uniform(8, 20)):
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(BURST):
                     tasks.create_task(self._one(session))
 
+    async def _stops_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._stopping.wait()
+        except TimeoutError:
+            return False
+
     async def _one(self, session: aiohttp.ClientSession) -> None:
         question = self._random.choice(self._questions)
         gateway = self._random.choice(self._gateways)
-        ways = ["whole", "stream", "stream", "slow", "grpc", "leave", "leave early"]
-        outcome = await self.ask(session, gateway, question, self._random.choice(ways))
+        outcome = await self.ask(session, gateway, question, self._random.choice(self._ways))
         self.outcomes.add(outcome)
 
     async def ask(

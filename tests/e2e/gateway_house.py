@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from epd import __version__
 from epd.config import Config
 from epd.jobs import Stage
 from gateway.app import counts
@@ -57,6 +58,7 @@ class House:
         self.hello = {
             "fingerprint": loaded.spec.fingerprint,
             "dtype": loaded.spec.dtype,
+            "version": __version__,
             "kv_layout": "kv-block-major/1",
             "kv_block_shape": [4, 2],
         }

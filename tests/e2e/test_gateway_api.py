@@ -247,6 +247,7 @@ async def test_a_stranger_is_refused_with_both_values(house: House) -> None:
         epoch=9,
         fingerprint="other weights",
         dtype=house.hello["dtype"],
+        version=house.hello["version"],
     )
     async with dial(house.membership, house.gateway.service.config.rpc) as channel:
         from protos.epd.v1 import membership_pb2_grpc

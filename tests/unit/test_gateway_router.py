@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epd import __version__
 from epd.jobs import Stage
 from gateway import router
 from gateway.router import Kept, for_image
@@ -147,7 +148,7 @@ def test_what_was_sent_longest_ago_is_forgotten(steps: list[tuple[bool, int, int
 
 
 def card(address: str, epoch: int = 1) -> Card:
-    return Card(address, epoch, frozenset({Stage.ENCODE}), "f", "float32")
+    return Card(address, epoch, frozenset({Stage.ENCODE}), "f", "float32", version=__version__)
 
 
 def test_the_registry_counts_what_it_sent_until_the_encoder_says_what_it_has() -> None:

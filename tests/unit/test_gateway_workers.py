@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from epd import __version__
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from gateway import router
-from gateway.workers import Capacity, Card, Registry
+from gateway.workers import Capacity, Card, Registry, release
 
 
 @dataclass
@@ -39,6 +40,7 @@ def card(address: str = "a:1", stage: Stage = Stage.DECODE, **fields: object) ->
         "dtype": "float32",
         "kv_layout": "kv/1",
         "kv_block_shape": (4, 2),
+        "version": __version__,
     }
     return Card(**{**base, **fields})  # type: ignore[arg-type]
 
@@ -67,6 +69,32 @@ def test_a_stranger_is_refused_with_both_values(
         assert repr(value) in caught.value.message
         assert repr("f" if field_ == "fingerprint" else "float32") in caught.value.message
     assert registry.workers == []
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [("0.1.0", True), ("0.1.7", True), ("0.1.0rc1", True), ("0.2.0", False), ("1.1.0", False),
+     ("0.0.9", False), ("", False), ("nonsense", False)],
+)  # fmt: skip
+def test_another_release_is_refused_with_both_versions(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, version: str, fits: bool
+) -> None:
+    monkeypatch.setattr("gateway.workers.__version__", "0.1.4")
+    if fits:
+        registry.join(card("p:1", Stage.PREFILL, version=version))
+        return
+    with pytest.raises(EpdError) as caught:
+        registry.join(card("p:1", Stage.PREFILL, version=version))
+    assert caught.value.kind is ErrorKind.CONTRACT_MISMATCH
+    assert repr(version) in caught.value.message
+    assert "0.1.x" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"), [("1.2.3", "1.9.0", True), ("1.0", "2.0", False)]
+)
+def test_after_1_0_minor_versions_understand_each_other(one: str, other: str, same: bool) -> None:
+    assert (release(one) == release(other)) is same
 
 
 @pytest.mark.parametrize("other", [{"kv_layout": "kv/2"}, {"kv_block_shape": (8, 2)}])

@@ -8,10 +8,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
+import pytest
 
 from epd.config import RpcConfig
-from epd.rpc import membership_client
+from epd.errors import EpdError
+from epd.rpc import membership_client, names
 from epd.rpc.membership_client import MembershipClient
+from epd.rpc.names import Target
 from protos.epd.v1 import membership_pb2 as pb
 from protos.epd.v1 import membership_pb2_grpc
 
@@ -53,8 +56,8 @@ async def start_gateway(port: int = 0) -> tuple[Gateway, grpc.aio.Server, int]:
 
 
 @asynccontextmanager
-async def worker(*ports: int) -> AsyncIterator[MembershipClient]:
-    addresses = [f"127.0.0.1:{port}" for port in ports]
+async def worker(*gateways: int | str) -> AsyncIterator[MembershipClient]:
+    addresses = [name if isinstance(name, str) else f"127.0.0.1:{name}" for name in gateways]
     load = lambda: pb.Heartbeat(steps=3, serving=True)  # noqa: E731
     client = MembershipClient("decode", addresses, HELLO, load, RpcConfig())
     client.start()
@@ -102,6 +105,73 @@ async def test_a_gateway_that_restarts_finds_its_worker_back() -> None:
         await until(lambda: client.joined == 1)
         assert again.joins == 1
     await server.stop(0)
+
+
+class Names:
+    """DNS, as far as one name goes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.addresses: list[str] = []
+        self._real = names.resolve
+        monkeypatch.setattr(membership_client, "resolve", self.resolve)
+        monkeypatch.setattr(membership_client, "_RESOLVE_S", 0.05)
+
+    async def resolve(self, name: str) -> set[Target]:
+        if not name.startswith("gateways"):
+            return await self._real(name)
+        if not self.addresses:
+            raise OSError("no such name")
+        return {Target(name, "gateways", address) for address in self.addresses}
+
+
+async def test_a_name_stands_for_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    dns = Names(monkeypatch)
+    first, server_1, port_1 = await start_gateway()
+    second, server_2, port_2 = await start_gateway()
+    async with worker("gateways:8002") as client:
+        await asyncio.sleep(0.15)
+        assert client.joined == 0  # not known yet is no reason to give up
+        dns.addresses = [f"127.0.0.1:{port_1}"]
+        await until(lambda: client.joined == 1)
+        dns.addresses.append(f"127.0.0.1:{port_2}")
+        await until(lambda: client.joined == 2)
+        dns.addresses = []  # DNS is away: what is known stays
+        await asyncio.sleep(0.15)
+        assert client.joined == 2
+        dns.addresses = [f"127.0.0.1:{port_2}"]
+        await asyncio.sleep(0.15)
+        assert client.joined == 2, "one that answers is kept"
+        await server_1.stop(0)
+        await until(lambda: client.joined == 1 and len(client._sessions) == 1)
+    assert first.joins == second.joins == 1
+    await server_2.stop(0)
+
+
+async def test_two_names_of_one_gateway_are_one_registration() -> None:
+    gateway, server, port = await start_gateway()
+    async with worker(f"localhost:{port}", port) as client:
+        await until(lambda: client.joined == 1)
+        await asyncio.sleep(0.1)
+    assert gateway.joins == 1
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("name", ["", "gateway", "gateway:", ":8002", "gateway:http", "a:70000"])
+def test_what_is_no_address_is_an_error_at_start(name: str) -> None:
+    with pytest.raises(EpdError) as caught:
+        MembershipClient("decode", [name], HELLO, pb.Heartbeat, RpcConfig())
+    assert caught.value.param == "worker.gateways"
+
+
+async def test_names_are_resolved() -> None:
+    assert await names.resolve("127.0.0.1:80") == {
+        Target("127.0.0.1:80", "127.0.0.1", "127.0.0.1:80")
+    }
+    assert await names.resolve("[::1]:80") == {Target("[::1]:80", "::1", "[::1]:80")}
+    (local,) = await names.resolve("localhost:80")
+    assert (local.host, local.address) == ("localhost", "127.0.0.1:80")
+    with pytest.raises(OSError, match="not known"):
+        await names.resolve("no.such.host.invalid:80")
 
 
 async def test_a_silent_gateway_is_left_and_dialled_again() -> None:
