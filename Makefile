@@ -22,7 +22,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --retries 5
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos chaos soak contract check format protos parity clean
+.PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos chaos soak gpu-check triton contract check format protos parity clean
 
 help: ## show this help
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -63,6 +63,13 @@ chaos: $(READY) ## an hour of checked traffic over a service that is hurt all th
 
 soak: $(READY) ## 10,000 requests, three of ten left by their clients; does anything grow?
 	$(BIN)/python -m tests.chaos.soak $(SOAK_ARGS)
+
+gpu-check: $(READY) ## what only a CUDA device shows (docs/gpu.md); without one: not run, exit code 3
+	$(BIN)/python -m bench.gpu_check
+
+triton: $(READY) ## the GPU's attention kernel on the CPU, by Triton's interpreter (brings 290 MB along)
+	$(PIP) install -q "triton>=3.4"
+	$(BIN)/python -m pytest -q tests/unit/test_gpu_attention.py tests/unit/test_gpu_graphs.py $(PYTEST_ARGS)
 
 contract: $(READY) ## the API, by clients that nobody here wrote (brings schemathesis along)
 	$(PIP) install -q "schemathesis>=4,<5"

@@ -32,6 +32,7 @@ from epd.models.encoder import VisionEncoder
 from epd.obs import metrics
 from epd.runtime.group import Description, Load
 from epd.runtime.memory import OwnedMemory
+from epd.runtime.pinning import pin
 from epd.runtime.steps import EngineThread
 from epd.runtime.streams import Streams
 from epd.transfer.arena import Arena, Extent
@@ -57,6 +58,7 @@ class EncodeWorker:
         self.spec = encoder.spec
         self.memory = memory
         self._arena = Arena(config.encode.arena_mib << 20)
+        pin(self._arena.tensor, config.model.device)
         self._cache: EmbeddingCache[Extent] = EmbeddingCache(
             config.encode.cache_mib << 20, self._free, metrics.CACHE_EVICTIONS.labels(_CACHE).inc
         )

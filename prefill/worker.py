@@ -32,6 +32,7 @@ from epd.runtime.group import Description, Load
 from epd.runtime.isolate import run_isolated
 from epd.runtime.kv import num_blocks
 from epd.runtime.memory import OwnedMemory
+from epd.runtime.pinning import pin
 from epd.runtime.steps import EngineThread, StepLoop
 from epd.runtime.streams import Stopwatch, Streams
 from epd.transfer.contract import Handle
@@ -80,6 +81,7 @@ class PrefillWorker:
         self._landing = Landing(
             self.spec, config.prefill.landing_mib << 20, memory, self.steps.poke
         )
+        pin(self._landing.arena.tensor, lm.device)
         self._lessor = KvLessor(self.spec, kv, memory, self.steps.poke)
         self._runner = Runner(lm, kv.pool, self._landing)
         limits = config.prefill

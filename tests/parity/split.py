@@ -66,11 +66,17 @@ class Worker:
         exact: bool = False,
         block_tokens: int = 16,
         kernels: Literal["auto", "off"] = "auto",
+        device: str = "cpu",
     ) -> None:
         self.lm = LanguageModel.load(
-            path, dtype=dtype, exact=exact, block_tokens=block_tokens, kernels=kernels
+            path,
+            dtype=dtype,
+            device=device,
+            exact=exact,
+            block_tokens=block_tokens,
+            kernels=kernels,
         )
-        self.pool = KvPool(self.lm.kv_layout, 400)
+        self.pool = KvPool(self.lm.kv_layout, 400, device)
         self.allocator = BlockAllocator(400)
 
     def step(self, work: Sequence[tuple[Request, int]]) -> list[Tensor]:
@@ -116,11 +122,13 @@ class Split:
         dtype: str = "auto",
         exact: bool = False,
         kernels: Literal["auto", "off"] = "auto",
+        device: str = "cpu",
     ) -> None:
         self.processor = Processor.load(path)
-        self.encoder = VisionEncoder.load(path, dtype, exact=exact)
-        self.prefill = Worker(path, dtype=dtype, exact=exact, kernels=kernels)
-        self.decode = Worker(path, dtype=dtype, exact=exact, kernels=kernels)
+        self.encoder = VisionEncoder.load(path, dtype, device, exact=exact)
+        self.prefill, self.decode = (
+            Worker(path, dtype=dtype, exact=exact, kernels=kernels, device=device) for _ in "pd"
+        )
         self.decode.allocator.free(self.decode.allocator.allocate(7)[::-1])  # other block ids
 
     def request(
@@ -153,11 +161,13 @@ class Split:
         """Copy the request's blocks, and nothing else, to the decode worker."""
         source, target = self.prefill.pool, self.decode.pool
         source.zero_tail(request.blocks[-1], (request.computed - 1) % 16 + 1)
+        source.to_peers(request.blocks)
         blocks = self.decode.allocator.allocate(len(request.blocks))
         for old, new in zip(request.blocks, blocks, strict=True):
             payload = bytes(source.block_bytes_view(old).numpy())
             view = target.block_bytes_view(new)
             view.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        target.from_peers(blocks)
         self.prefill.free(request)
         request.blocks = blocks
 
