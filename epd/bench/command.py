@@ -10,7 +10,6 @@ import typer
 
 if TYPE_CHECKING:
     from epd.bench.campaign import Plan, Results
-    from epd.bench.workload import Load
 
 app = typer.Typer(
     name="bench",
@@ -100,12 +99,14 @@ def load(
 def _run(flags: dict[str, Any], api_key: str) -> None:
     import asyncio
 
+    from epd.bench import flags as parse
     from epd.bench import report
+    from epd.errors import invalid
 
-    plan = _plan(flags)
-    named = _pairs(flags["target"], "target")
+    plan = parse.plan(flags)
+    named = parse.pairs(flags["target"], "target")
     if not named:
-        raise _invalid("give at least one --target NAME=URL", "target")
+        raise invalid("give at least one --target NAME=URL", "target")
     results = asyncio.run(_measure(named, plan, flags, api_key))
     typer.echo("\n" + report.tables(results))
     if flags["json"]:
@@ -120,9 +121,10 @@ def _run(flags: dict[str, Any], api_key: str) -> None:
 async def _measure(
     named: Sequence[tuple[str, str]], plan: Plan, flags: dict[str, Any], api_key: str
 ) -> Results:
+    from epd.bench import flags as parse
     from epd.bench.campaign import connect, measure, session
 
-    pids, extras = _pids(flags["pid"]), _extras(flags["extra"])
+    pids, extras = parse.pids(flags["pid"]), parse.extras(flags["extra"])
     async with session(plan) as http:
         targets = [
             await connect(
@@ -131,27 +133,6 @@ async def _measure(
             for name, url in named
         ]
         return await measure(targets, plan, _tell)
-
-
-def _pids(given: list[str] | None) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for name, pid in _pairs(given, "pid"):
-        if not pid.isdigit():
-            raise _invalid(f"--pid {name}={pid}: not a number", "pid")
-        found[name] = (*found.get(name, ()), int(pid))
-    return found
-
-
-def _extras(given: list[str] | None) -> dict[str, dict[str, Any]]:
-    import json
-
-    found = {}
-    for name, text in _pairs(given, "extra"):
-        try:
-            found[name] = dict(json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise _invalid(f"--extra {name}={text}: not a JSON object", "extra") from error
-    return found
 
 
 def _tell(done: Any) -> None:
@@ -165,89 +146,6 @@ def _tell(done: Any) -> None:
     if failed:
         first = failed[0]
         typer.echo(f"{len(failed)} failed, e.g. {first.error}: {first.detail}", err=True)
-
-
-def _plan(flags: dict[str, Any]) -> Plan:
-    from epd.bench.campaign import Plan
-    from epd.bench.load import Limits, Workload
-    from epd.bench.summary import Slo
-
-    loads = _loads(flags)
-    extra: dict[str, Any] = {}
-    for name in ("ignore_eos", "logprobs", "timeline"):
-        if flags[name]:
-            extra[name] = True
-    slo = None
-    if (flags["slo_ttft"] is None) != (flags["slo_tpot"] is None):
-        raise _invalid("an SLO needs both --slo-ttft and --slo-tpot", "slo_ttft")
-    if flags["slo_ttft"] is not None:
-        slo = Slo(flags["slo_ttft"], flags["slo_tpot"])
-    shapes, trace = _requests(flags)
-    workload = Workload(shapes, trace, extra, flags["seed"])
-    return Plan(workload, loads, flags["rounds"], Limits(flags["timeout"]), slo)
-
-
-def _requests(flags: dict[str, Any]) -> tuple[Any, Any]:
-    import random
-
-    from epd.bench.traces import Limits, read_trace
-    from epd.bench.workload import Template
-
-    rng = random.Random(flags["seed"])
-    if flags["trace"]:
-        limits = Limits(flags["requests"], pool=flags["image_pool"], zipf=flags["zipf"])
-        return (), read_trace(flags["trace"], limits, rng)
-    template = Template(
-        flags["prompt_tokens"], flags["output_tokens"],
-        tuple(_size(text) for text in flags["image"] or ()),
-        flags["image_pool"], flags["zipf"], flags["prefix_tokens"],
-    )  # fmt: skip
-    return template.shapes(flags["requests"], rng), ()
-
-
-def _loads(flags: dict[str, Any]) -> list[Load]:
-    from epd.bench.workload import Load
-
-    given = [Load("concurrency", value) for value in _numbers(flags["concurrency"], "concurrency")]
-    given += [Load("rate", value) for value in _numbers(flags["rate"], "rate")]
-    if flags["trace"]:
-        if given:
-            raise _invalid("a trace has its own arrivals: no --rate, no --concurrency", "trace")
-        given = [Load("trace", value) for value in _numbers(flags["speed"], "speed")]
-    return given or [Load("concurrency", 1)]
-
-
-def _numbers(text: str, name: str) -> list[float]:
-    try:
-        values = [float(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        values = [0.0]
-    if any(not value > 0 for value in values):
-        raise _invalid(f"--{name} {text}: write numbers above 0, with commas", name)
-    return values
-
-
-def _size(text: str) -> tuple[int, int]:
-    width, by, height = text.lower().partition("x")
-    if not (by and width.isdigit() and height.isdigit() and int(width) and int(height)):
-        raise _invalid(f"--image {text}: write WIDTHxHEIGHT", "image")
-    return int(width), int(height)
-
-
-def _pairs(given: list[str] | None, name: str) -> list[tuple[str, str]]:
-    pairs = []
-    for text in given or ():
-        key, equals, value = text.partition("=")
-        if not (equals and key and value):
-            raise _invalid(f"--{name} {text}: write NAME={name.upper()}", name)
-        pairs.append((key, value))
-    return pairs
-
-
-def _invalid(message: str, name: str) -> Exception:
-    from epd.errors import invalid
-
-    return invalid(message, name)
 
 
 def _exit_on_error(run: Any) -> None:
@@ -269,8 +167,9 @@ def ceiling(
 
     def run() -> None:
         from epd.bench.ceiling import run as measure
+        from epd.bench.flags import numbers
 
-        for found in measure(tuple(int(n) for n in _numbers(streams, "streams")), events):
+        for found in measure(tuple(int(n) for n in numbers(streams, "streams")), events):
             typer.echo(
                 f"{found.streams:>4} streams: {found.events_s:,.0f} events/s,"
                 f" {found.cpu_us:.1f} us of client CPU an event"
@@ -290,6 +189,7 @@ def stage(
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of a prefill forward.")] = 512,
     side: Annotated[int, typer.Option(min=28, help="Of the picture, px.")] = 448,
     kernels_off: Annotated[bool, typer.Option(help="Without compiled kernels too.")] = False,
+    int8: Annotated[bool, typer.Option(help="With int8 weights too.")] = False,
     json: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     """Measure each stage alone beside its floor: memory, GEMM, sockets, Mooncake."""
@@ -301,12 +201,13 @@ def stage(
         os.environ |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
         from epd.bench.stage import run as stages
         from epd.bench.stage.compute import Sizes
+        from epd.errors import invalid
 
         parts = tuple(part for part in only.split(",") if part) or stages.PARTS
         if unknown := set(parts) - set(stages.PARTS):
-            raise _invalid(f"--only {', '.join(sorted(unknown))}: there is no such part", "only")
+            raise invalid(f"--only {', '.join(sorted(unknown))}: there is no such part", "only")
         sizes = Sizes(context, chunk, side)
-        options = stages.Options(checkpoint, threads, rounds, parts, kernels_off, sizes)
+        options = stages.Options(checkpoint, threads, rounds, parts, kernels_off, int8, sizes)
         found = stages.run(options, typer.echo)
         if json:
             stages.save(json, found)

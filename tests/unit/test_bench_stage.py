@@ -81,6 +81,7 @@ def test_a_pull_brings_the_peers_bytes_and_checks_them() -> None:
 def test_the_command_runs_every_part(tmp_path: Path) -> None:
     out = tmp_path / "stage.json"
     arguments = ["bench", "stage", str(DEMO), "--rounds", "1", "--side", "56", "--chunk", "32"]
+    arguments += ["--kernels-off", "--int8"]
     result = CliRunner().invoke(app, [*arguments, "--only", "compute,handoff", "--json", str(out)])
     assert result.exit_code == 0, result.output
     assert "of GEMM" in result.output

@@ -28,6 +28,7 @@ from epd.models.kernels.linear import LinearKernel
 from epd.models.kernels.memory import huge_pages
 from epd.models.lm import ForwardBatch, LanguageModel, SequenceSlice
 from epd.models.processor import PreparedImage, Processor
+from epd.models.quantize import GROUP
 
 Kernels = Literal["auto", "off"]
 BATCHES = (1, 4, 8, 16)
@@ -44,19 +45,26 @@ class Sizes:
     """Of the picture, in pixels."""
 
 
-def floors(lm: LanguageModel, threads: int) -> tuple[Case, Case]:
-    """(read, GEMM)."""
-    dtype = getattr(torch, lm.spec.dtype)
-    nbytes = sum(linear.weight.numel() for linear in _linears(lm)) * dtype.itemsize
+def read_case(lm: LanguageModel, threads: int) -> Case:
+    """Reads as many bytes as the weights of the linear layers have, as they are kept."""
+    itemsize = getattr(torch, lm.spec.dtype).itemsize
+    each = itemsize if lm.quantize == "off" else 1 + itemsize / GROUP  # a scale for each group
+    # Not the tensors' own sizes: what was packed has let go of them.
+    count = sum(linear.in_features * linear.out_features for linear in _linears(lm))
+    nbytes = int(count * each)
     memory = huge_pages(nbytes // 64 * 64).fill_(1)
     library = build.load()
     run: Callable[[], object] = memory.view(torch.int64).sum
     if library is not None:
         run = partial(LinearKernel(library, threads).read, memory)
-    read = Case(f"read {nbytes / 2**20:.0f} MiB", run)
+    return Case(f"read {nbytes / 2**20:.0f} MiB", run)
+
+
+def gemm_case(lm: LanguageModel) -> Case:
+    dtype = getattr(torch, lm.spec.dtype)
     a, b = (torch.randn(GEMM_SIDE, GEMM_SIDE, dtype=dtype) for _ in range(2))
     product = partial(torch.matmul, a, b)
-    return read, Case(f"GEMM {GEMM_SIDE}", product, 2 * GEMM_SIDE**3, "Gflop/s")
+    return Case(f"GEMM {GEMM_SIDE}", product, 2 * GEMM_SIDE**3, "Gflop/s")
 
 
 def language_cases(

@@ -27,6 +27,8 @@ class Options:
     parts: tuple[str, ...] = PARTS
     kernels_off: bool = False
     """Measure the language model and the tower without compiled kernels too."""
+    int8: bool = False
+    """Measure the language model with int8 weights too, beside a read of as many bytes."""
     sizes: Sizes = field(default_factory=Sizes)
 
 
@@ -61,18 +63,22 @@ def _cases(part: str, options: Options) -> AbstractContextManager[list[Case]]:
 
 @contextmanager
 def _compute(options: Options) -> Iterator[list[Case]]:
-    from epd.bench.stage.compute import encode_case, floors, language_cases
+    from epd.bench.stage.compute import encode_case, gemm_case, language_cases, read_case
     from epd.models.lm import LanguageModel
 
     path, threads, sizes = options.checkpoint, options.threads, options.sizes
     lm = LanguageModel.load(path, threads=threads)
-    read, gemm = floors(lm, threads)
+    read, gemm = read_case(lm, threads), gemm_case(lm)
     cases = [read, gemm, *language_cases(lm, sizes, read, gemm)]
     cases.append(encode_case(path, threads, sizes, gemm, "auto"))
     if options.kernels_off:
         plain = LanguageModel.load(path, threads=threads, kernels="off")
         cases += language_cases(plain, sizes, read, gemm, ", kernels off")
         cases.append(encode_case(path, threads, sizes, gemm, "off"))
+    if options.int8:
+        small = LanguageModel.load(path, threads=threads, quantize="int8")
+        least = read_case(small, threads)
+        cases += [least, *language_cases(small, sizes, least, gemm, ", int8")]
     yield cases
 
 

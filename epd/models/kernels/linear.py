@@ -58,7 +58,7 @@ class LinearKernel:
 
     def read(self, memory: Tensor) -> None:
         """Read every byte and do nothing else, with the same threads: what a step that
-        uses every weight once can't be faster than (bench/decode_floor.py)."""
+        uses every weight once can't be faster than (`epd bench stage`)."""
         self._read(memory.data_ptr(), memory.numel() * memory.element_size(), self.threads)
 
 

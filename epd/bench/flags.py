@@ -1,0 +1,105 @@
+"""From flags to a plan: everything that a user can get wrong is said by name."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+from epd.bench.campaign import Plan
+from epd.bench.load import Limits, Workload
+from epd.bench.summary import Slo
+from epd.bench.traces import Limits as TraceLimits
+from epd.bench.traces import read_trace
+from epd.bench.workload import Load, Shape, Template, Timed
+from epd.errors import invalid
+
+
+def plan(flags: dict[str, Any]) -> Plan:
+    """What the flags ask for.
+
+    Raises:
+        EpdError: INVALID_REQUEST, naming the flag.
+    """
+    loads = _loads(flags)
+    extra: dict[str, Any] = {}
+    for name in ("ignore_eos", "logprobs", "timeline"):
+        if flags[name]:
+            extra[name] = True
+    slo = None
+    if (flags["slo_ttft"] is None) != (flags["slo_tpot"] is None):
+        raise invalid("an SLO needs both --slo-ttft and --slo-tpot", "slo_ttft")
+    if flags["slo_ttft"] is not None:
+        slo = Slo(flags["slo_ttft"], flags["slo_tpot"])
+    shapes, trace = _requests(flags)
+    workload = Workload(shapes, trace, extra, flags["seed"])
+    return Plan(workload, loads, flags["rounds"], Limits(flags["timeout"]), slo)
+
+
+def _requests(flags: dict[str, Any]) -> tuple[list[Shape], list[Timed]]:
+    rng = random.Random(flags["seed"])
+    if flags["trace"]:
+        limits = TraceLimits(flags["requests"], pool=flags["image_pool"], zipf=flags["zipf"])
+        return [], read_trace(flags["trace"], limits, rng)
+    template = Template(
+        flags["prompt_tokens"], flags["output_tokens"],
+        tuple(_size(text) for text in flags["image"] or ()),
+        flags["image_pool"], flags["zipf"], flags["prefix_tokens"],
+    )  # fmt: skip
+    return template.shapes(flags["requests"], rng), []
+
+
+def _loads(flags: dict[str, Any]) -> list[Load]:
+    given = [Load("concurrency", value) for value in numbers(flags["concurrency"], "concurrency")]
+    given += [Load("rate", value) for value in numbers(flags["rate"], "rate")]
+    if flags["trace"]:
+        if given:
+            raise invalid("a trace has its own arrivals: no --rate, no --concurrency", "trace")
+        given = [Load("trace", value) for value in numbers(flags["speed"], "speed")]
+    return given or [Load("concurrency", 1)]
+
+
+def numbers(text: str, name: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        values = [0.0]
+    if any(not value > 0 for value in values):
+        raise invalid(f"--{name} {text}: write numbers above 0, with commas", name)
+    return values
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, by, height = text.lower().partition("x")
+    if not (by and width.isdigit() and height.isdigit() and int(width) and int(height)):
+        raise invalid(f"--image {text}: write WIDTHxHEIGHT", "image")
+    return int(width), int(height)
+
+
+def pairs(given: list[str] | None, name: str) -> list[tuple[str, str]]:
+    pairs = []
+    for text in given or ():
+        key, equals, value = text.partition("=")
+        if not (equals and key and value):
+            raise invalid(f"--{name} {text}: write NAME={name.upper()}", name)
+        pairs.append((key, value))
+    return pairs
+
+
+def pids(given: list[str] | None) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for name, pid in pairs(given, "pid"):
+        if not pid.isdigit():
+            raise invalid(f"--pid {name}={pid}: not a number", "pid")
+        found[name] = (*found.get(name, ()), int(pid))
+    return found
+
+
+def extras(given: list[str] | None) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, text in pairs(given, "extra"):
+        try:
+            found[name] = dict(json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise invalid(f"--extra {name}={text}: not a JSON object", "extra") from error
+    return found
