@@ -157,8 +157,9 @@ class Attempt:
 
     # --- teardown ----------------------------------------------------------------------
 
-    async def teardown(self, reason: str) -> None:
-        """Close every call in promise 2's order: readers, their word, then owners.
+    async def teardown(self, reason: str, damaged: bool = False) -> None:
+        """Close every call in promise 2's order: readers, their word, then owners. Prefill
+        is told if decode found its bytes `damaged`.
 
         Never raises. After a complete output all calls are half-closed already and
         this only sees them end.
@@ -173,8 +174,10 @@ class Attempt:
             decode.finish()
         streams = [*decodes, *self._encoding.streams]
         if (prefill := self._prefill) is not None:
-            request = prefill_pb2.PrefillRequest(cancel=cancel)
-            fetched = await self._stopped(prefill, request, done=self._prefill_done)
+            told = common_pb2.Cancel(reason=reason, damaged=damaged)
+            request = prefill_pb2.PrefillRequest(cancel=told)
+            done = self._prefill_done and not damaged
+            fetched = await self._stopped(prefill, request, done)
             if all(terminal) or self.released:
                 prefill.finish()
             else:

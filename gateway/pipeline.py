@@ -213,7 +213,7 @@ class Run:
                     progress.reason = finished_by(progress.output, self._request.sampling)
         finally:
             self._attempts.discard(attempt)
-            self._pipeline.spawn(attempt.teardown(self._reason))
+            self._pipeline.spawn(attempt.teardown(self._reason, _damaged(failure)))
         for progress in group:
             if progress.reason is not None:
                 await progress.end()
@@ -240,6 +240,13 @@ class Run:
         if self._request.sampling.max_tokens > 1:
             needed.add(Stage.DECODE)
         await self._pipeline.stages.registry.until_live(needed, _RETRY_WAIT_S)
+
+
+def _damaged(fault: StageFault | None) -> bool:
+    """Whether decode found that prefill's bytes are not what their sums say."""
+    if fault is None or fault.stage is not Stage.DECODE:
+        return False
+    return fault.error.kind is ErrorKind.CHECKSUM_MISMATCH
 
 
 def _can_share(group: list[Progress]) -> bool:

@@ -80,7 +80,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             handle = handle_from_proto(ready.handle, "embedding_ready.handle")
             self._worker.embedding_ready(ticket, ready.index, handle)
         elif kind == "cancel":
-            self._worker.cancel(ticket)
+            self._worker.cancel(ticket, damaged=message.cancel.damaged)
         else:
             raise invalid("only embedding_ready or cancel can follow the job", kind)
 

@@ -150,8 +150,12 @@ class PrefillWorker:
         ticket.events.put(EmbeddingFetched(index, watch.ms, stats.nbytes))
         self.steps.poke()
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Stop after the running step; reports ReadsTerminal."""
+    def cancel(self, ticket: Ticket, *, damaged: bool = False) -> None:
+        """Stop after the running step; reports ReadsTerminal. Blocks that a reader found
+        `damaged` leave the cache."""
+        if damaged:
+            logger.error("a reader found damaged blocks", extra={"blocks": len(ticket.blocks)})
+            self._kv.prefix.discard(ticket.chain.hashes)
         if ticket.cancelled or ticket.closed:
             return
         self._stop(ticket)

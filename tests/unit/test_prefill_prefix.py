@@ -183,6 +183,20 @@ async def test_what_a_cancelled_request_computed_stays(bench: Bench) -> None:
     assert cached(await ask(bench, ids)) == 8
 
 
+@pytest.mark.parametrize(("damaged", "found"), [(False, 8), (True, 0)])
+async def test_blocks_that_a_reader_found_damaged_are_given_to_nobody_again(
+    bench: Bench, damaged: bool, found: int
+) -> None:
+    ids = list(range(20, 30))
+    ticket = await bench.worker.submit(prefill_job(ids))
+    await until(ticket, FirstToken)
+    bench.worker.cancel(ticket, damaged=damaged)
+    await until(ticket, ReadsTerminal)
+    bench.worker.close(ticket, clean=True)
+    assert bench.used == 0
+    assert cached(await ask(bench, ids)) == found
+
+
 async def test_what_a_failed_request_computed_is_not_spread(bench: Bench) -> None:
     ids = list(range(20, 30))
     forward = bench.lm.forward

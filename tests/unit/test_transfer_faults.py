@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import re
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +49,15 @@ def test_flip_inverts_exactly_one_byte() -> None:
     memory = (ctypes.c_ubyte * 4)(1, 2, 3, 4)
     flip_byte(ctypes.addressof(memory) + 1)
     assert list(memory) == [1, 0xFD, 3, 4]
+
+
+def test_every_declared_point_is_passed_by_the_code_and_no_other() -> None:
+    root = Path(__file__).resolve().parents[2]
+    passed = set()
+    for package in ("epd", "encode", "prefill", "decode"):
+        for path in (root / package).rglob("*.py"):
+            calls = re.findall(r'\.(?:fires|value)\("([a-z._]+)"\)', path.read_text())
+            passed |= {(package, point) for point in calls}
+    assert {point for _, point in passed} == set(POINTS)
+    owners = {package for package, point in passed if point.startswith("lease.")}
+    assert owners == {"encode", "prefill"}, "decode announces nothing"

@@ -540,16 +540,23 @@ class Cancel(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """For the worker's log, in words; nothing depends on it."""
+    damaged: _builtins.bool
+    """The reader found announced bytes to be other than their sum says. Their owner must
+    give them to nobody again: out of its cache they would fail every later request that
+    begins alike.
+    """
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        damaged: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
