@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,10 @@ from epd.bench.machine import environment
 from epd.bench.report import markdown
 
 SLOW = ("transformers",)
-"""Answers one request after another: measured in fewer rounds, or they would take all the
-time there is."""
-SLOW_ROUNDS = 1
+"""Answer one request after another, so that a few show their rate: fewer requests, and
+fewer rounds, or they would take all the time there is."""
+SLOW_ROUNDS = 2
+_SLOW_SHARE = 4
 _INTERFERENCE_ROUNDS = 2
 _INTERFERENCE_S = 35.0
 
@@ -78,33 +79,41 @@ async def compare(comparison: Comparison, scenarios: Sequence[Scenario]) -> None
 async def measure(
     comparison: Comparison, targets: Sequence[Target], scenarios: Sequence[Scenario]
 ) -> None:
-    for number, rest in _numbers(comparison, targets):
-        for scenario in scenarios:
-            for target in _in_turn(rest, number):
-                done = await _once(scenario, target, number)
-                if number:
-                    comparison.keep(scenario.name, done)
+    """Warm-up, then rounds as long as one more fits before the interference."""
+    fast = [target for target in targets if target.name not in SLOW]
+    clock = asyncio.get_running_loop().time
+    end = comparison.until - _INTERFERENCE_S * _INTERFERENCE_ROUNDS * len(fast)
+    number, expected_s = 0, 0.0
+    while number < 2 or clock() + expected_s < end:
+        taking_part = list(targets) if number <= SLOW_ROUNDS else fast
+        spent = await _round(comparison, taking_part, scenarios, number)
+        expected_s = sum(spent[t.name] for t in (targets if number < SLOW_ROUNDS else fast))
+        number += 1
     await _interfere(comparison, targets)
 
 
-def _numbers(
-    comparison: Comparison, targets: Sequence[Target]
-) -> Iterator[tuple[int, list[Target]]]:
-    """Rounds, and who takes part, as long as one more fits before the interference."""
+async def _round(
+    comparison: Comparison, targets: Sequence[Target], scenarios: Sequence[Scenario], number: int
+) -> dict[str, float]:
+    """All scenarios at all targets; seconds that each target took."""
     clock = asyncio.get_running_loop().time
-    fast = [t for t in targets if t.name not in SLOW]
-    reserved = _INTERFERENCE_S * _INTERFERENCE_ROUNDS * len(fast)
-    number, longest = 0, 0.0
-    while number < 2 or clock() + longest < comparison.until - reserved:
-        start = clock()
-        yield number, list(targets) if number <= SLOW_ROUNDS else fast
-        if number > SLOW_ROUNDS:
-            longest = max(longest, clock() - start)
-        number += 1
+    spent = {target.name: 0.0 for target in targets}
+    for scenario in scenarios:
+        for target in _in_turn(targets, number):
+            start = clock()
+            done = await _once(scenario, target, number)
+            spent[target.name] += clock() - start
+            if number:
+                comparison.keep(scenario.name, done)
+    return spent
 
 
 async def _once(scenario: Scenario, target: Target, number: int) -> Round:
-    requests = scenario.requests if number else 1  # the warm-up asks for one of each
+    requests = scenario.requests
+    if target.name in SLOW:
+        requests = max(1, requests // _SLOW_SHARE)
+    if not number:
+        requests = 1  # the warm-up asks for one of each
     done = await run_round(
         target, scenario.load, number, scenario.workload(number, requests), Limits(300.0)
     )
@@ -115,7 +124,7 @@ async def _once(scenario: Scenario, target: Target, number: int) -> Round:
 
 
 async def _interfere(comparison: Comparison, targets: Sequence[Target]) -> None:
-    fast = [t for t in targets if t.name not in SLOW]
+    fast = [target for target in targets if target.name not in SLOW]
     for number in range(_INTERFERENCE_ROUNDS):
         for target in _in_turn(fast, number):
             done = await run_round(target, AS_RECORDED, number, interference(), Limits(120.0))

@@ -15,7 +15,7 @@ import sys
 from epd.config import ModelConfig
 from epd.jobs import Stage
 from gateway.checkpoint import load
-from tests.e2e.fake_stages import Call, Fake, Script
+from tests.e2e.fake_stages import Call, Fake, Script, hello_of
 
 _FIRST_ID = 300
 """Ids from here on are words in the demo checkpoint's vocabulary."""
@@ -23,12 +23,7 @@ _FIRST_ID = 300
 
 async def serve(checkpoint: str, membership: str, tokens: int, gap_s: float) -> None:
     spec = load(ModelConfig(path=checkpoint)).spec
-    hello = {
-        "fingerprint": spec.fingerprint,
-        "dtype": spec.dtype,
-        "kv_layout": "kv-block-major/1",
-        "kv_block_shape": [4, 2],
-    }
+    hello = hello_of(spec)
 
     async def pace(call: Call) -> None:
         await asyncio.sleep(gap_s)

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-START_LIMIT_S = 180.0
+START_LIMIT_S = 600.0
 STOP_LIMIT_S = 30.0
 _ANY_PORTS = ("gateway.http_port", "gateway.grpc_port", "gateway.membership_port")
 
@@ -53,7 +53,8 @@ def epd_service(
             than 0, or left processes behind.
     """
     command = [sys.executable, "-m", "epd.cli", "serve", str(checkpoint), *flags]
-    for setting in (*(f"{key}=0" for key in _ANY_PORTS), *settings):
+    limit = f"serve.start_timeout_s={START_LIMIT_S}"
+    for setting in (*(f"{key}=0" for key in _ANY_PORTS), limit, *settings):
         command += ["--set", setting]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

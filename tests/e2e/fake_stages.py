@@ -14,9 +14,11 @@ from typing import Any
 
 import grpc.aio
 
+from epd import __version__
 from epd.config import RpcConfig
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
+from epd.models.spec import ModelSpec
 from epd.rpc.server import Server
 from epd.runtime.streams import SETTLE_S
 from protos.epd.v1 import (
@@ -51,6 +53,17 @@ _SERVICES = {
     Stage.PREFILL: ("epd.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server),
     Stage.DECODE: ("epd.v1.Decode", decode_pb2_grpc.add_DecodeServicer_to_server),
 }
+
+
+def hello_of(spec: ModelSpec) -> dict[str, Any]:
+    """What a worker of this model says of itself, apart from its place."""
+    return {
+        "fingerprint": spec.fingerprint,
+        "version": __version__,
+        "dtype": spec.dtype,
+        "kv_layout": "kv-block-major/1",
+        "kv_block_shape": [4, 2],
+    }
 
 
 @dataclass(eq=False)

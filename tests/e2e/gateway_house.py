@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from epd import __version__
 from epd.config import Config
 from epd.jobs import Stage
 from gateway.app import counts
 from gateway.checkpoint import Loaded, load
 from gateway.main import Gateway
-from tests.e2e.fake_stages import Fake, Script
+from tests.e2e.fake_stages import Fake, Script, hello_of
 from tests.e2e.http_client import Reply, post
 
 CHECKPOINT = Path(__file__).parents[2] / "demo" / "checkpoint"
@@ -55,13 +54,7 @@ class House:
         self.http = self.grpc = self.membership = ""
         self.capacity: dict[str, int] = {}
         """What workers say they hold."""
-        self.hello = {
-            "fingerprint": loaded.spec.fingerprint,
-            "dtype": loaded.spec.dtype,
-            "version": __version__,
-            "kv_layout": "kv-block-major/1",
-            "kv_block_shape": [4, 2],
-        }
+        self.hello = hello_of(loaded.spec)
 
     async def start(self) -> None:
         addresses = await self.gateway.start()

@@ -1,0 +1,21 @@
+"""`bench.gateway_overhead` works: a real gateway, scripted stages, figures of both kinds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_measures_first_tokens_and_streams(tmp_path: Path) -> None:
+    out = tmp_path / "overhead.json"
+    command = [sys.executable, "-m", "bench.gateway_overhead", "--requests", "3"]
+    subprocess.run([*command, "--json", str(out)], cwd=ROOT, check=True, timeout=180)
+    found = json.loads(out.read_text())
+    assert len(found["ttft_s"]) == 3
+    assert all(0 < value < 10 for values in found["ttft_s"].values() for value in values)
+    assert set(found["cpu_s_per_token"]) == {"1", "64"}
+    assert all(0 < value < 0.1 for value in found["cpu_s_per_token"].values())
