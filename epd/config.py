@@ -125,6 +125,9 @@ class PrefillConfig(_StageSection):
     prefix_cache: bool = True
     """Keep computed KV blocks for later prompts that start alike. They take no memory
     that a running request could use."""
+    embedding_cache: bool = True
+    """Keep pictures' rows in landing memory for later requests, and share one read among
+    requests that wait for the same picture."""
 
 
 class DecodeConfig(_StageSection):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from epd.handoff import kv_contract
 from epd.kv.store import KvStore
@@ -39,18 +40,21 @@ class KvLessor:
         if first == stop or not ticket.job.decode_follows:
             return None
         blocks = ticket.blocks[first:stop]
-        nbytes = len(blocks) * self._pool.layout.block_bytes
-        leases = self._memory.leases
-        if ticket.lease is None:
-            ticket.lease = leases.announce(
-                ticket.job.request_id, nbytes, lambda: self._free(blocks)
-            )
-        else:
-            leases.extend(ticket.lease, nbytes, lambda: self._free(blocks))
+        for block in blocks:
+            self._lease(ticket, block)
         ticket.announced = stop
         self._grants.extend(ticket.job.nonce, ticket, blocks)
         tokens = min(stop * self._pool.layout.block_tokens, computed)
         return KvReady(first, self._handle(ticket, first, stop), tokens)
+
+    def _lease(self, ticket: Ticket, block: int) -> None:
+        """A cached block may be under many leases: its bytes are those of all."""
+        leases, nbytes = self._memory.leases, self._pool.layout.block_bytes
+        free, shared = partial(self._free, [block]), (id(self._pool), block)
+        if ticket.lease is None:
+            ticket.lease = leases.announce(ticket.job.request_id, nbytes, free, shared)
+        else:
+            leases.extend(ticket.lease, nbytes, free, shared)
 
     def _handle(self, ticket: Ticket, first: int, stop: int) -> Handle:
         blocks, sums = ticket.blocks[first:stop], ticket.sums[first:stop]

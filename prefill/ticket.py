@@ -13,9 +13,9 @@ from epd.kv.prefix import BlockChain
 from epd.runtime.mailbox import Mailbox
 from epd.runtime.streams import Stopwatch
 from epd.sampling.state import SamplerState
-from epd.transfer.arena import Extent
 from epd.transfer.contract import Handle
 from epd.transfer.lease import Lease
+from prefill.rows import Rows
 from prefill.scheduler import ItemSpan
 
 
@@ -84,13 +84,13 @@ class Ticket:
 
     # held while reserved
     blocks: list[int] = field(default_factory=list)
-    landing: dict[int, Extent] = field(default_factory=dict)
-    """By item index."""
+    landing: dict[int, Rows] = field(default_factory=dict)
+    """By item index; those inside the cached prefix have none."""
     admitted: bool = False
     cached_tokens: int = 0
     """Computed before it came: the first blocks of its table."""
     missing: tuple[int, ...] = ()
-    """Items whose rows it needs, and which nobody has announced yet."""
+    """Items that it asked for and that nobody has announced yet."""
 
     # progress
     fetches: dict[int, asyncio.Task[None]] = field(default_factory=dict)

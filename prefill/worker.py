@@ -8,10 +8,9 @@ One request's life:
                   +-- cancel -> running step ends -> ReadsTerminal -> close
 
 Who owns what: the pool and the landing arena own all bytes. A ticket holds its
-blocks and landing places from its reservation on, those of a cached prefix together
-with others; announced blocks are under the ticket's lease; `_free` gives everything
-back exactly once, never under a running step. The prefix cache keeps full blocks from
-the step that filled them on, and holds none.
+blocks and landing places from its reservation on (`holdings`); announced blocks are
+under the ticket's lease; `_free` gives everything back exactly once, never under a
+running step.
 """
 
 from __future__ import annotations
@@ -39,8 +38,9 @@ from epd.transfer.contract import Handle
 from prefill.budget import StepBudget
 from prefill.embeddings import Landing
 from prefill.forward import Outcome, Runner
-from prefill.leasing import KvLessor
+from prefill.holdings import Holdings
 from prefill.planning import Planner
+from prefill.rows import Rows
 from prefill.scheduler import Chunk, Scheduler
 from prefill.ticket import (
     Admitted,
@@ -75,14 +75,14 @@ class PrefillWorker:
         self._max_context = max_context
         self._layout = lm.kv_layout
         self._kv = kv
+        self.steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable, thread)
+        self._landing = Landing(self.spec, config.prefill, memory, self.steps.poke)
+        pin(self._landing.arena.tensor, lm.device)
         self._num_blocks = num_blocks(config, self.stage)
         """That prefill may hold; of a shared pool a part."""
-        self.steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable, thread)
-        self._landing = Landing(
-            self.spec, config.prefill.landing_mib << 20, memory, self.steps.poke
+        self._holdings = Holdings(
+            self.spec, kv, self._num_blocks, self._landing, memory, self.steps.poke
         )
-        pin(self._landing.arena.tensor, lm.device)
-        self._lessor = KvLessor(self.spec, kv, memory, self.steps.poke)
         self._runner = Runner(lm, kv.pool, self._landing)
         limits = config.prefill
         self._budget = StepBudget(limits.step_tokens, limits.step_ms)
@@ -131,12 +131,10 @@ class PrefillWorker:
         )
 
     async def _fetch(self, ticket: Ticket, index: int, handle: Handle) -> None:
-        item, place = ticket.job.items[index], ticket.landing[index]
+        item, rows = ticket.job.items[index], ticket.landing[index]
         watch = Stopwatch()
         try:
-            stats = await self._landing.fetch(
-                ticket.read_key, item, ticket.job.nonce, place, handle
-            )
+            stats = await self._landing.fetch(ticket.read_key, item, ticket.job.nonce, rows, handle)
         except EpdError as error:
             self._fail(ticket, error)
             return
@@ -146,16 +144,25 @@ class PrefillWorker:
             return
         ticket.transfer_ms += watch.ms
         ticket.transfer_bytes += stats.nbytes
-        self._scheduler.item_ready(ticket.key, index)
+        self._rows_ready(ticket, rows)
         ticket.events.put(EmbeddingFetched(index, watch.ms, stats.nbytes))
         self.steps.poke()
 
+    def _rows_ready(self, ticket: Ticket, rows: Rows) -> None:
+        """Let the chunks run that hold an image with these rows.
+
+        Not before the request's own announcement, though another may have read them: the
+        gateway would still be waiting for an encoder when the request is done.
+        """
+        for index, place in ticket.landing.items():
+            if place is rows:
+                self._scheduler.item_ready(ticket.key, index)
+
     def cancel(self, ticket: Ticket, *, damaged: bool = False) -> None:
-        """Stop after the running step; reports ReadsTerminal. Blocks that a reader found
-        `damaged` leave the cache."""
+        """Stop after the running step; reports ReadsTerminal. `damaged`: its reader found
+        other bytes than were announced, so they are given to nobody else."""
         if damaged:
-            logger.error("a reader found damaged blocks", extra={"blocks": len(ticket.blocks)})
-            self._kv.prefix.discard(ticket.chain.hashes)
+            self._holdings.damaged(ticket)
         if ticket.cancelled or ticket.closed:
             return
         self._stop(ticket)
@@ -209,57 +216,20 @@ class PrefillWorker:
     def _free(self, ticket: Ticket) -> None:
         """Give back everything. Called once, when closed and in no step."""
         del self._tickets[ticket.key]
-        self._free_landing(ticket)
-        self._lessor.end(ticket)
+        self._holdings.release_landing(ticket)
+        self._holdings.release_blocks(ticket)
         self.steps.poke()
-
-    def _free_landing(self, ticket: Ticket) -> None:
-        places, ticket.landing = list(ticket.landing.values()), {}
-        self._landing.free(places, ticket.read_key)
 
     # -- steps --------------------------------------------------------------
 
-    def _try_reserve(self, key: int) -> int | None:
-        """Blocks of the whole prompt and landing places of all images that it needs, or
-        nothing. Returns how many tokens are computed already."""
-        ticket = self._tickets[key]
-        # The last token is always computed: its logits are wanted.
-        most = (ticket.total - 1) // self._layout.block_tokens
-        count = self._layout.blocks_for(ticket.total)
-        if not self._within_share(count):
-            return None
-        reserved = self._kv.prefix.reserve(ticket.chain.hashes[:most], count)
-        if reserved is None:
-            return None
-        cached = reserved.cached * self._layout.block_tokens
-        items = [ticket.job.items[span.index] for span in ticket.spans if span.reaches(cached)]
-        places = self._landing.reserve(items)
-        if places is None:
-            self._kv.blocks.free(reserved.blocks)
-            return None
-        self._kv.prefix.taken(reserved)
-        ticket.landing = places
-        ticket.blocks = reserved.blocks
-        ticket.sums = self._kv.sums(reserved.blocks[: reserved.cached])
-        ticket.cached_tokens = cached
-        ticket.missing = tuple(places)
-        return cached
-
-    def _within_share(self, more: int) -> bool:
-        """Whether prefill may hold so many more blocks. A pool that decode has a part in is
-        never prefill's alone: else all of it could wait for a decode that finds no room."""
-        if self._kv.blocks.num_blocks == self._num_blocks:
-            return True
-        held = set[int]().union(*(ticket.blocks for ticket in self._tickets.values()))
-        lost = self.memory.leases.quarantined_bytes // self._layout.block_bytes
-        return len(held) + lost + more <= self._num_blocks
-
     def _admit(self) -> None:
-        for key in self._scheduler.reserve(self._try_reserve):
+        for key in self._scheduler.reserve(lambda key: self._holdings.reserve(self._tickets[key])):
             ticket = self._tickets[key]
             ticket.admitted = True
             ticket.queue_ms = ticket.since.ms
             ticket.events.put(Admitted(ticket.cached_tokens, ticket.missing, ticket.delta))
+            for rows in {rows for rows in ticket.landing.values() if rows.ready}:
+                self._rows_ready(ticket, rows)
             if ticket.half_closed and ticket.missing:
                 self._fail(ticket, _half_closed(ticket))
 
@@ -294,7 +264,7 @@ class PrefillWorker:
 
     def _apply(self, chunk: Chunk, ticket: Ticket, outcome: Outcome | EpdError) -> None:
         if isinstance(outcome, Outcome):
-            self._keep(chunk, ticket, outcome)
+            self._holdings.keep(chunk, ticket, outcome)
         if ticket.closed:
             self._free(ticket)
         elif ticket.cancelled:
@@ -304,19 +274,8 @@ class PrefillWorker:
         else:
             self._report(chunk, ticket, outcome)
 
-    def _keep(self, chunk: Chunk, ticket: Ticket, outcome: Outcome) -> None:
-        """Cache the blocks that the chunk filled, whatever becomes of the request."""
-        ticket.sums += outcome.sums
-        prefix, hashes = self._kv.prefix, ticket.chain.hashes
-        if any(isinstance(token, EpdError) for token in outcome.tokens):
-            prefix.discard(hashes)  # e.g. its logits are no numbers: don't spread that
-            return
-        size = self._layout.block_tokens
-        full = slice(chunk.start // size, chunk.end // size)
-        prefix.insert(hashes[full], ticket.blocks[full], ticket.sums[full])
-
     def _announce(self, ticket: Ticket, computed: int) -> None:
-        ready = self._lessor.announce(ticket, computed)
+        ready = self._holdings.announce(ticket, computed)
         if ready is not None:
             ticket.events.put(ready)
 
@@ -336,9 +295,9 @@ class PrefillWorker:
             ChoiceToken(token, state.accept(token.id, context_full=context_full))
             for token, state in zip(tokens, ticket.samplers, strict=True)
         )
-        self._free_landing(ticket)
+        self._holdings.release_landing(ticket)
         if not ticket.job.decode_follows:  # nobody will read them
-            self._lessor.end(ticket)
+            self._holdings.release_blocks(ticket)
         metrics.observe_phases(self.stage, ticket.timing)
         self._tell_last(
             ticket,
@@ -378,8 +337,7 @@ class PrefillWorker:
             "running": self._scheduler.running,
             "tickets": len(self._tickets),
             **self._kv.state(),
-            "arena_bytes_used": self._landing.arena.used_bytes,
-            "arena_bytes": self._landing.arena.nbytes,
+            **self._landing.state(),
             "steps": self.steps.steps,
             "step_budget": self._budget.tokens,
             "background": len(self._background),
@@ -398,7 +356,7 @@ class PrefillWorker:
         """Assert the bookkeeping; call it when idle or after a test."""
         self._scheduler.check_integrity()
         self._kv.check_integrity()
-        self._landing.arena.check_integrity()
+        self._landing.check_integrity()
         self.memory.leases.check_integrity()
         if not self._tickets and not self.memory.leases.quarantined_bytes:
             assert self._kv.blocks.used == 0, "a block leaked"

@@ -29,17 +29,28 @@ class LeaseState(StrEnum):
     FREED = "freed"
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Bytes that were announced together."""
+
+    nbytes: int
+    free: Callable[[], None]
+    shared: Hashable
+    """Names bytes that other leases cover too: in quarantine they count once."""
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
     """Announced bytes of one stream. Made and ended by its `LeaseTable` only."""
 
     key: str
     """Request id, for logs."""
-    nbytes: int = 0
-    shared: Hashable = None
-    """Names bytes that other leases cover too: in quarantine they count once."""
     state: LeaseState = LeaseState.OPEN
-    _frees: list[Callable[[], None]] = field(default_factory=list)
+    _pieces: list[_Piece] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self._pieces)
 
 
 class LeaseTable:
@@ -77,17 +88,17 @@ class LeaseTable:
                 f"(limit {self.max_quarantined})",
                 retry_after_s=self.hold_s,
             )
-        lease = Lease(key, shared=shared)
+        lease = Lease(key)
         self._open.add(lease)
-        self.extend(lease, nbytes, free)
+        self.extend(lease, nbytes, free, shared)
         return lease
 
-    def extend(self, lease: Lease, nbytes: int, free: Callable[[], None]) -> None:
+    def extend(
+        self, lease: Lease, nbytes: int, free: Callable[[], None], shared: Hashable = None
+    ) -> None:
         """Put more announced bytes under an open lease (KV of a later chunk)."""
         assert lease.state is LeaseState.OPEN, lease
-        assert lease.shared is None or not lease.nbytes, "shared bytes are announced at once"
-        lease.nbytes += nbytes
-        lease._frees.append(free)
+        lease._pieces.append(_Piece(nbytes, free, shared))
 
     def release(self, lease: Lease) -> None:
         """The reader said that it is done: the bytes are reusable now."""
@@ -98,10 +109,11 @@ class LeaseTable:
         """Contact was lost: keep the bytes until no read can be under way."""
         self._close(lease)
         lease.state = LeaseState.QUARANTINED
-        if lease.shared is None or not self._lost_shares[lease.shared]:
-            self._quarantined_bytes += lease.nbytes
-        if lease.shared is not None:
-            self._lost_shares[lease.shared] += 1
+        for piece in lease._pieces:
+            if piece.shared is None or not self._lost_shares[piece.shared]:
+                self._quarantined_bytes += piece.nbytes
+            if piece.shared is not None:
+                self._lost_shares[piece.shared] += 1
         heapq.heappush(self._quarantined, (now + self.hold_s, next(self._order), lease))
 
     def sweep(self, now: float) -> int:
@@ -109,20 +121,19 @@ class LeaseTable:
         freed = 0
         while self._quarantined and self._quarantined[0][0] <= now:
             _, _, lease = heapq.heappop(self._quarantined)
-            if self._last_of(lease):
-                self._quarantined_bytes -= lease.nbytes
-                freed += lease.nbytes
+            freed += sum(piece.nbytes for piece in lease._pieces if self._last_of(piece))
             self._free(lease)
+        self._quarantined_bytes -= freed
         return freed
 
-    def _last_of(self, lease: Lease) -> bool:
-        """Whether no other lost lease covers its bytes; it is about to be freed."""
-        if lease.shared is None:
+    def _last_of(self, piece: _Piece) -> bool:
+        """Whether no other lost lease covers these bytes; they are about to be freed."""
+        if piece.shared is None:
             return True
-        self._lost_shares[lease.shared] -= 1
-        if self._lost_shares[lease.shared]:
+        self._lost_shares[piece.shared] -= 1
+        if self._lost_shares[piece.shared]:
             return False
-        del self._lost_shares[lease.shared]
+        del self._lost_shares[piece.shared]
         return True
 
     @property
@@ -147,10 +158,11 @@ class LeaseTable:
         waiting = [lease for _, _, lease in self._quarantined]
         assert all(lease.state is LeaseState.OPEN for lease in self._open)
         assert all(lease.state is LeaseState.QUARANTINED for lease in waiting)
-        own = sum(lease.nbytes for lease in waiting if lease.shared is None)
-        shared = {lease.shared: lease.nbytes for lease in waiting if lease.shared is not None}
+        pieces = [piece for lease in waiting for piece in lease._pieces]
+        own = sum(piece.nbytes for piece in pieces if piece.shared is None)
+        shared = {piece.shared: piece.nbytes for piece in pieces if piece.shared is not None}
         assert self._quarantined_bytes == own + sum(shared.values())
-        assert all(lease._frees for lease in [*self._open, *waiting])
+        assert all(lease._pieces for lease in [*self._open, *waiting])
 
     def _close(self, lease: Lease) -> None:
         assert lease in self._open, f"lease {lease.key} is {lease.state}"
@@ -158,6 +170,6 @@ class LeaseTable:
 
     def _free(self, lease: Lease) -> None:
         lease.state = LeaseState.FREED
-        frees, lease._frees = lease._frees, []
-        for free in frees:
-            free()
+        pieces, lease._pieces = lease._pieces, []
+        for piece in reversed(pieces):  # of a sequence the end first: it is evicted first
+            piece.free()

@@ -174,16 +174,14 @@ class Worker:
             return self.process.wait()
 
     def debug_state(self) -> dict[str, Any]:
-        address = self.report["http" if self.role == GATEWAY else "metrics"]
-        reply = request(address, "/debug/state", timeout_s=10)
+        reply = request(self.report["metrics"], "/debug/state", timeout_s=10)
         assert reply.status == 200, reply
         state = reply.json
         assert isinstance(state, dict)
         return state
 
     def metrics(self) -> str:
-        address = self.report["http" if self.role == GATEWAY else "metrics"]
-        return request(address, "/metrics", timeout_s=10).body.decode()
+        return request(self.report["metrics"], "/metrics", timeout_s=10).body.decode()
 
 
 class Cluster:

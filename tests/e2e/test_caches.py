@@ -6,9 +6,11 @@ In exact mode, so that a cached answer can be compared bit by bit with a cold on
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from openai import OpenAI
 
 from tests.e2e.cluster import Cluster
 from tests.e2e.conftest import COLOUR, MakeCluster, grey_png, picture, user
@@ -126,6 +128,34 @@ def test_the_same_prompt_with_another_picture_of_that_size_never_hits(cluster: C
     assert moved(again, "embedding") == 0
 
 
+def test_a_picture_seen_before_is_not_encoded_again_behind_other_words(cluster: Cluster) -> None:
+    """No common prefix: the rows are in landing memory. A dead encoder would not matter."""
+    shown = grey_png(96, 96, 100)
+    first = ask(cluster, user("First, ", shown, "what is this?"))
+    encode = cluster.worker("encode").debug_state()["steps"]
+    streams = count(cluster, "encode", "epd_requests_total")
+    hits = count(cluster, "prefill", "epd_cache_lookups_total", cache="landing", outcome="hit")
+    second = ask(cluster, user("But now: ", shown, "and what is this?"))
+    assert moved(first, "embedding") > 0
+    assert moved(second, "embedding") == 0
+    assert cluster.worker("encode").debug_state()["steps"] == encode
+    assert count(cluster, "encode", "epd_requests_total") == streams, "encode was not called"
+    found = count(cluster, "prefill", "epd_cache_lookups_total", cache="landing", outcome="hit")
+    assert found - hits == 1
+    assert said(ask(cluster, user("But now: ", shown, "and what is this?"))) == said(second)
+
+
+def test_one_picture_in_many_requests_at_once_is_read_once(cluster: Cluster) -> None:
+    shown = grey_png(96, 96, 110)
+    with ThreadPoolExecutor(6) as pool:
+        questions = [user(f"Question {number}: ", shown, "?") for number in range(6)]
+        answers = list(pool.map(lambda question: ask(cluster, question), questions))
+    sizes = [moved(answer, "embedding") for answer in answers]
+    assert len([size for size in sizes if size]) == 1, sizes
+    alone = [ask(cluster, question) for question in questions]
+    assert [said(answer) for answer in alone] == [said(answer) for answer in answers]
+
+
 def test_swapped_and_repeated_pictures_share_only_the_common_start(cluster: Cluster) -> None:
     a, b = grey_png(96, 96, 70), grey_png(96, 96, 71)
     rows = prompt_tokens(ask(cluster, user(a, "x"))) - prompt_tokens(ask(cluster, user("x")))
@@ -169,6 +199,31 @@ def test_cached_blocks_are_counted_apart_from_used_ones(cluster: Cluster) -> Non
         state = cluster.worker(role).debug_state()
         assert state["kv_blocks_cached"] > 0
         assert state["kv_blocks_pinned"] == state["kv_blocks_used"] == 0
+    ask(cluster, user(grey_png(96, 96, 120), "?"))
+    cluster.assert_clean()
+    state = cluster.worker("prefill").debug_state()
+    assert state["embeddings_cached"] > 0
+    assert state["arena_bytes_cached"] > 0
+    assert state["embeddings_pinned"] == state["arena_bytes_used"] == 0
+
+
+def test_two_tenants_never_share(make_cluster: MakeCluster) -> None:
+    """The same words and the same picture, each twice, by two keys."""
+    house = make_cluster(settings={"kv.block_tokens": BLOCK, "gateway.api_keys": "one,two"})
+    messages: Any = [user(LONG, grey_png(96, 96, 130), LONG + COLOUR)]
+    found = []
+    for key in ("one", "two", "one", "two"):
+        client = OpenAI(base_url=house.base_url, api_key=key, max_retries=0)
+        model = client.models.list().data[0].id
+        steps = house.worker("encode").debug_state()["steps"]
+        answer = client.chat.completions.create(model=model, messages=messages, max_tokens=2)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        encoded = house.worker("encode").debug_state()["steps"] - steps
+        found.append((answer.usage.prompt_tokens_details.cached_tokens, encoded))
+    warm = (answer.usage.prompt_tokens - 1) // BLOCK * BLOCK
+    assert found == [(0, 1), (0, 1), (warm, 0), (warm, 0)]
+    house.assert_clean()
 
 
 def test_switched_off_nothing_is_found_and_the_answers_are_the_same(
@@ -180,6 +235,8 @@ def test_switched_off_nothing_is_found_and_the_answers_are_the_same(
             "kv.block_tokens": BLOCK,
             "prefill.prefix_cache": False,
             "decode.prefix_cache": False,
+            "prefill.embedding_cache": False,
+            "encode.cache_mib": 0,
         }
     )
     question = user(LONG, grey_png(96, 96, 90), LONG + COLOUR)
@@ -187,6 +244,7 @@ def test_switched_off_nothing_is_found_and_the_answers_are_the_same(
     without = [ask(off, question) for _ in range(2)]
     assert [cached(answer) for answer in without] == [0, 0]
     assert cached(on[1]) > 0
+    assert moved(without[1], "embedding") > 0
     assert blocks_read(off, without[1]) == blocks(prompt_tokens(without[1]))
     assert said(on[0]) == said(on[1]) == said(without[0]) == said(without[1])
     off.assert_clean()

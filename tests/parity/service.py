@@ -16,6 +16,12 @@ from tests.parity.conversations import Conversation
 
 WHOLE = 4096
 """A chunk larger than every prompt."""
+OFF = {
+    "prefill.prefix_cache": False,
+    "prefill.embedding_cache": False,
+    "decode.prefix_cache": False,
+    "encode.cache_mib": 0,
+}
 
 
 def png(image: Image.Image) -> bytes:
@@ -31,10 +37,14 @@ def service(
     chunk: int,
     settings: Mapping[str, object] | None = None,
     groups: Sequence[str] = (),
+    *,
+    caches: bool = False,
 ) -> Iterator[Cluster]:
     """One worker of each stage (or processes that host `groups` of stages); prefill computes
-    `chunk` tokens of a request at a time."""
-    settings = {"kv.block_tokens": 16, **(settings or {})}
+    `chunk` tokens of a request at a time. Without `caches` separate stages compute every
+    token of every request, which decode then reads."""
+    off = {} if caches or groups else OFF
+    settings = {"kv.block_tokens": 16, **off, **(settings or {})}
     cluster = Cluster(folder, checkpoint=checkpoint, settings=settings, groups=groups)
     _set_chunk(cluster, chunk)
     try:

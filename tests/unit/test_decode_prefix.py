@@ -218,3 +218,22 @@ async def test_switched_off_every_block_is_read() -> None:
     assert [(await ask(bench, ids))[:2] for _ in range(2)] == [(0, 3), (0, 3)]
     assert bench.kv.blocks.kept == 0
     await bench.worker.shut_down()
+
+
+async def test_blocks_are_read_while_a_step_runs(bench: Bench) -> None:
+    """A newcomer is ready when the step ends, not a transfer later."""
+    bench.lm.gate.clear()
+    running = await bench.join([20, 21, 22])
+    async with asyncio.timeout(5):
+        while not bench.worker.steps.in_step:
+            await asyncio.sleep(0.001)
+    newcomer = await bench.join(list(range(40, 50)))
+    async with asyncio.timeout(5):
+        while not newcomer.fetched:
+            await asyncio.sleep(0.001)
+    assert bench.worker.steps.in_step
+    assert bench.worker.steps.steps == 0
+    bench.lm.gate.set()
+    for ticket in (running, newcomer):
+        await drain(ticket)
+        bench.worker.close(ticket)

@@ -147,8 +147,13 @@ async def test_another_image_of_the_same_size_never_hits(bench: Bench) -> None:
 
 
 async def test_a_hit_that_ends_inside_an_image_needs_that_image(bench: Bench) -> None:
+    """All its rows, though only the last is used: they are one announcement."""
     ids = [20, 21, IMAGE, IMAGE, IMAGE, 25]
     await with_image(bench, ids, "a")
+    again = await with_image(bench, ids, "a")
+    assert (again[0].cached_tokens, again[0].missing_items) == (4, ())  # landed before
+    assert bench.lm.batches[-1] == [IMAGE, 25]
+    bench.worker._landing._table._evict()
     again = await with_image(bench, ids, "a")
     assert (again[0].cached_tokens, again[0].missing_items) == (4, (0,))
     assert bench.lm.batches[-1] == [IMAGE, 25]
@@ -209,6 +214,19 @@ async def test_what_a_failed_request_computed_is_not_spread(bench: Bench) -> Non
     assert cached(await ask(bench, ids)) == 0
 
 
+async def test_blocks_that_a_reader_found_damaged_are_given_to_nobody_else(bench: Bench) -> None:
+    ids = list(range(20, 30))
+    await ask(bench, ids)
+    bench.kv.pool.k(0)[next(iter(bench.kv.prefix._entries))] = 99
+    ticket = await bench.worker.submit(prefill_job(ids))
+    await until(ticket, FirstToken)
+    bench.worker.cancel(ticket, damaged=True)
+    assert (await until(ticket, ReadsTerminal))[-1].clean
+    bench.worker.close(ticket, clean=True)
+    assert cached(await ask(bench, ids)) == 0
+    assert cached(await ask(bench, ids)) == 8
+
+
 async def test_lost_readers_of_a_shared_prefix_hold_it_and_it_is_still_found(
     bench: Bench,
 ) -> None:
@@ -217,6 +235,8 @@ async def test_lost_readers_of_a_shared_prefix_hold_it_and_it_is_still_found(
     assert cached(await ask(bench, ids, lost=True)) == 8
     assert cached(await ask(bench, ids)) == 8
     assert bench.used == 4, "two blocks of the prefix, and the last one of each lost reader"
+    quarantined = bench.memory.leases.quarantined_bytes
+    assert quarantined == 4 * bench.kv.layout.block_bytes, "what is shared counts once"
     # 16 blocks: with 12 free and none of these evictable, 13 can't be had.
     ticket = await bench.worker.submit(prefill_job([50] * 13 * BLOCK))
     await asyncio.sleep(0.05)

@@ -265,3 +265,43 @@ def test_nobody_starves(totals: list[int], step: int) -> None:
             assert since[key] <= len(totals)
             if ran.get(key) == totals[key]:
                 del since[key]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(30, 400), min_size=1, max_size=6), st.integers(1, 12), st.integers(1, 9)
+)
+def test_a_short_prompt_waits_for_one_turn_of_the_long_ones(
+    longs: list[int], step: int, short: int
+) -> None:
+    """It comes when they all run. Served goes to the back: it has run once before any of
+    them has run twice, and those that arrive later don't overtake it."""
+    scheduler = Scheduler(step, step, 1000)
+    for key, total in enumerate(longs):
+        scheduler.admit(key, total)
+    scheduler.reserve(always)
+    run(scheduler)
+    newcomer = len(longs)
+    scheduler.admit(newcomer, short)
+    scheduler.reserve(always)
+    turns: dict[int, int] = {}
+    for later in range(newcomer + 1, newcomer + 1 + 2 * len(longs)):
+        scheduler.admit(later, 400)
+        scheduler.reserve(always)
+        for key, _, _ in run(scheduler):
+            turns[key] = turns.get(key, 0) + 1
+        if newcomer in turns:
+            break
+    assert turns[newcomer] == 1
+    assert max(turns.get(key, 0) for key in range(len(longs))) <= 1
+    assert not any(key > newcomer and count > 1 for key, count in turns.items())
+
+
+def test_the_budget_is_shared_by_as_many_as_fit() -> None:
+    """Short prompts ride along with a long one instead of waiting for its end."""
+    scheduler = Scheduler(step_tokens=16, chunk_tokens=8, max_queue=10)
+    for key, total in enumerate((100, 3, 3, 3)):
+        scheduler.admit(key, total)
+    scheduler.reserve(always)
+    assert run(scheduler) == [(0, 0, 8), (1, 0, 3), (2, 0, 3), (3, 0, 2)]
+    assert run(scheduler) == [(0, 8, 16), (3, 2, 3)]

@@ -163,3 +163,24 @@ def test_bytes_of_several_leases_are_quarantined_once_and_each_lease_is_freed() 
     assert table.sweep(HOLD + 1) == 107
     assert (sorted(freed), table.quarantined_bytes) == ([0, 1, 2, 9], 0)
     table.check_integrity()
+
+
+def test_a_prefix_under_many_lost_leases_is_quarantined_once_block_by_block() -> None:
+    """As prefill leases: blocks of a shared prefix, then each request's own."""
+    table, freed = LeaseTable(HOLD, CAP), []
+    leases = []
+    for request in range(3):
+        lease = table.announce("r", 10, lambda: freed.append("p0"), shared="p0")
+        table.extend(lease, 10, lambda: freed.append("p1"), shared="p1")
+        table.extend(lease, 10, lambda r=request: freed.append(r), shared=f"own {request}")
+        leases.append(lease)
+    assert [lease.nbytes for lease in leases] == [30] * 3
+    for now, lease in enumerate(leases):
+        table.lost(lease, float(now))
+        table.check_integrity()
+    assert table.quarantined_bytes == 20 + 3 * 10
+    assert table.sweep(HOLD) == 10, "its own block; two others may still read the prefix"
+    assert freed == [0, "p1", "p0"], "the end of a sequence first"
+    assert table.sweep(HOLD + 2) == 40
+    assert table.quarantined_bytes == 0
+    table.check_integrity()
