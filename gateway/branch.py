@@ -137,7 +137,21 @@ class Branch:
             self.fetched = False
             stream = self._open()
 
+    def _take(self, event: decode_pb2.DecodeEvent) -> bool:
+        """Tokens that can be delivered at once, on their way in."""
+        if not event.HasField("tokens") or self.progress.reason is not None:
+            return False
+        tokens = [convert.token_from_proto(token) for token in event.tokens.tokens]
+        return self.progress.offer(event.tokens.first_index, tokens)
+
     async def _follow(self, stream: StageStream) -> None:
+        stream.sink = self._take
+        try:
+            await self._until_finished(stream)
+        finally:
+            stream.sink = None
+
+    async def _until_finished(self, stream: StageStream) -> None:
         while (event := await stream.next()) is not None:
             kind = event.WhichOneof("kind")
             if kind == "admitted":

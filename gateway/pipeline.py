@@ -96,7 +96,7 @@ class Run:
         self._deadline = deadline
         self._events: asyncio.Queue[Event | EpdError] = asyncio.Queue(_BUFFERED_EVENTS)
         self._progresses = [
-            Progress(self._events.put, timeline, choice) for choice in range(request.choices)
+            Progress(self._events, timeline, choice) for choice in range(request.choices)
         ]
         self._attempts: set[Attempt] = set()
         self._numbers = itertools.count()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import FinishReason, SampledToken, Stage
-from gateway.request import Accepted, Ended, Event, NewTokens
+from gateway.request import Accepted, Ended, NewTokens
 from gateway.streams import Connections, StageFault, StageStream
 from gateway.timeline import Timeline
 from gateway.workers import Registry, Worker
@@ -41,9 +41,7 @@ class Stages:
 class Progress:
     """What of one choice survives an attempt: the output so far, and whom to avoid."""
 
-    def __init__(
-        self, deliver: Callable[[Event], Awaitable[None]], timeline: Timeline, choice: int = 0
-    ) -> None:
+    def __init__(self, events: asyncio.Queue[Any], timeline: Timeline, choice: int = 0) -> None:
         self.choice = choice
         self.output: list[SampledToken] = []
         self.reason: FinishReason | None = None
@@ -52,13 +50,24 @@ class Progress:
         self._told = False
         self.avoid: dict[Stage, list[Worker]] = {stage: [] for stage in Stage}
         self.timeline = timeline
-        self._deliver = deliver
+        self._events = events
         self._extending = asyncio.Lock()
 
     async def accept(self, cached_tokens: int) -> None:
         if not self.accepted:
             self.accepted = True
-            await self._deliver(Accepted(cached_tokens))
+            await self._events.put(Accepted(cached_tokens))
+
+    def offer(self, first_index: int, tokens: list[SampledToken]) -> bool:
+        """As `extend`, if it can be done here and now: no call before is waiting, the
+        client keeps up, and nothing is wrong. Most tokens come this way."""
+        known = len(self.output) - first_index
+        if known < 0 or self._extending.locked() or self._events.full():
+            return False
+        if fresh := tokens[known:] if known else tokens:
+            self._events.put_nowait(NewTokens(tuple(fresh), self.choice))
+            self.output.extend(fresh)
+        return True
 
     async def extend(self, first_index: int, tokens: list[SampledToken]) -> None:
         """Add tokens to the output: a repeated one is dropped, a gap is a fault.
@@ -72,7 +81,7 @@ class Progress:
                 reason = f"tokens are missing before index {first_index}"
                 raise EpdError(ErrorKind.INTERNAL, reason)
             if fresh := tokens[known:]:
-                await self._deliver(NewTokens(tuple(fresh), self.choice))
+                await self._events.put(NewTokens(tuple(fresh), self.choice))
                 self.output.extend(fresh)
 
     def stop(self) -> None:
@@ -85,7 +94,7 @@ class Progress:
         assert self.reason is not None
         if not self._told:
             self._told = True
-            await self._deliver(Ended(self.reason, self.choice))
+            await self._events.put(Ended(self.reason, self.choice))
 
     def blame(self, fault: StageFault) -> None:
         """Rather avoid this worker from now on."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +55,9 @@ class StageStream:
         self.stage = stage
         self.worker = worker
         self.lost = False
+        self.sink: Callable[[Any], bool] | None = None
+        """Offered each event first, where none waits; what it takes, `next` won't give. It
+        saves a wake-up for every token."""
         self._call = call
         self._inbox: deque[Any] = deque()
         self._outbox: asyncio.Queue[Any] = asyncio.Queue()
@@ -141,6 +145,8 @@ class StageStream:
     async def _read(self) -> None:
         try:
             async for event in self._call:
+                if not self._inbox and self.sink is not None and self.sink(event):
+                    continue
                 self._inbox.append(event)
                 self._news.set()
                 while len(self._inbox) >= _INBOX:

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -154,7 +155,7 @@ def compare(
     model: str,
 ) -> int:
     raw = request(gateway[1], model, options.tokens)
-    asyncio.run(until_ready(gateway[1], raw))
+    until_ready(gateway[1])
     measure(*gateway, raw, min(options.clients, 100), options.ramp)  # warm
     rss = gateway[0].memory_info().rss
     rounds: list[Round] = []
@@ -175,11 +176,15 @@ def compare(
     return 1 if broken else 0
 
 
-async def until_ready(address: str, raw: bytes) -> None:
+def until_ready(address: str) -> None:
     """Until the engine has joined."""
-    async with asyncio.timeout(30):
-        while (await run(address, raw, 1, 0))[0].status != 200:
-            await asyncio.sleep(0.2)
+    until = time.monotonic() + _READY_S
+    while time.monotonic() < until:
+        with urllib.request.urlopen(f"http://{address}/debug/state", timeout=10) as reply:
+            if json.load(reply)["workers"]:
+                return
+        time.sleep(0.2)
+    raise SystemExit("the engine did not join")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ class OutputText:
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._vocabulary = vocabulary
-        self._finder = StopFinder(stops)
+        self._finder = StopFinder(stops) if stops else None
         self._ending_ids = ending_ids
         self._open: list[TextToken] = []
         self._groups: deque[_Group] = deque()
@@ -110,6 +110,9 @@ class OutputText:
     def _extend(self, text: str) -> Piece | None:
         if not text:
             return None
+        if self._finder is None:  # then only incomplete characters are held back
+            piece, self._open = Piece(text, tuple(self._open)), []
+            return piece
         self._close_group(text)
         scan = self._finder.feed(text)
         if scan.match is None:

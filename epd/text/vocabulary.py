@@ -30,16 +30,24 @@ class Vocabulary:
         added = tokenizer.get_added_tokens_decoder()
         self._skipped = {index for index, token in added.items() if token.special}
         self._added = set(added)
+        self._raw: dict[int, bytes | None] = {}
+        """Of ids that were asked for; None: skipped. At most one entry an id."""
 
     def is_skipped(self, token_id: int) -> bool:
         """Whether the token has no text: a special token, or no token at all."""
-        return token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None
+        return self._known(token_id) is None
 
     def raw(self, token_id: int) -> bytes:
         """Bytes of the token's text; maybe a part of a character. b"" if skipped."""
-        if self.is_skipped(token_id):
-            return b""
-        return self.name(token_id)
+        return self._known(token_id) or b""
+
+    def _known(self, token_id: int) -> bytes | None:
+        try:
+            return self._raw[token_id]
+        except KeyError:
+            nothing = token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None
+            found = self._raw[token_id] = None if nothing else self.name(token_id)
+            return found
 
     def name(self, token_id: int) -> bytes:
         """Like `raw`, but a special token is its own written form."""

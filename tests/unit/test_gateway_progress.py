@@ -28,7 +28,7 @@ def delivered(queue: asyncio.Queue[Event]) -> list[int]:
 
 async def test_repeats_are_dropped_and_gaps_are_faults() -> None:
     queue: asyncio.Queue[Event] = asyncio.Queue()
-    progress = Progress(queue.put, Timeline())
+    progress = Progress(queue, Timeline())
     await progress.extend(0, tokens(1, 2))
     await progress.extend(1, tokens(2, 3))
     await progress.extend(0, tokens(1))
@@ -41,7 +41,7 @@ async def test_repeats_are_dropped_and_gaps_are_faults() -> None:
 async def test_a_slow_client_gets_tokens_in_order() -> None:
     """Prefill's token and decode's come from two tasks; the queue is full."""
     queue: asyncio.Queue[Event] = asyncio.Queue(1)
-    progress = Progress(queue.put, Timeline())
+    progress = Progress(queue, Timeline())
     await progress.extend(0, tokens(0))
     waiting = [asyncio.create_task(progress.extend(i, tokens(i))) for i in range(1, 8)]
     await asyncio.sleep(0)
@@ -56,7 +56,7 @@ async def test_a_slow_client_gets_tokens_in_order() -> None:
 async def test_what_was_not_delivered_is_generated_again() -> None:
     """A stage fails while a token waits for the client: the next attempt makes it anew."""
     queue: asyncio.Queue[Event] = asyncio.Queue(1)
-    progress = Progress(queue.put, Timeline())
+    progress = Progress(queue, Timeline())
     await progress.extend(0, tokens(0))
     blocked = asyncio.create_task(progress.extend(1, tokens(1)))
     await asyncio.sleep(0)
