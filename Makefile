@@ -22,10 +22,10 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --retries 5
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos chaos soak gpu-check triton contract check format protos parity clean
+.PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos chaos soak gpu-check triton contract load-client fuzz bench-gateway soak-gateway check format protos parity clean
 
 help: ## show this help
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 setup: $(READY) ## virtual environment with everything, and the system libraries of Mooncake
 
@@ -74,6 +74,20 @@ triton: $(READY) ## the GPU's attention kernel on the CPU, by Triton's interpret
 contract: $(READY) ## the API, by clients that nobody here wrote (brings schemathesis along)
 	$(PIP) install -q "schemathesis>=4,<5"
 	$(BIN)/python -m pytest -q tests/contract $(PYTEST_ARGS)
+
+load-client: $(READY) ## a load client (aiperf, in a virtual environment of its own) finishes its runs
+	test -x .venv-aiperf/bin/aiperf || { $(PYTHON) -m venv .venv-aiperf && .venv-aiperf/bin/pip install -q "aiperf==0.13.0"; }
+	$(BIN)/python -m pytest -q -s tests/contract/test_aiperf.py $(PYTEST_ARGS)
+
+fuzz: $(READY) ## 10,000 mutated requests and picture files: no 5xx, no hang, no growth
+	$(BIN)/python -m tests.cases.fuzz --examples 10000
+
+bench-gateway: $(READY) ## 1,000 streaming clients of a scripted engine, and what a token costs
+	$(BIN)/python -m bench.gateway --clients 1000 --tokens 64 --rate 4
+	$(BIN)/python -m bench.gateway --clients 64 --tokens 400 --rate 20
+
+soak-gateway: $(READY) ## 50,000 cancelled gRPC streams, 20,000 to a dead server: nothing grows
+	$(BIN)/python -m bench.gateway.soak
 
 parity: test-parity ## same as test-parity
 

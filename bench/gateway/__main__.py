@@ -32,7 +32,7 @@ from bench.gateway.engine import DTYPE
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "demo" / "checkpoint"
 _READY_S = 120
-_SETTINGS = {
+_SET = {
     "gateway.http_port": 0,
     "gateway.grpc_port": 0,
     "gateway.membership_port": 0,
@@ -42,6 +42,10 @@ _SETTINGS = {
     "model.dtype": DTYPE,
     "log.level": "error",
 }
+
+
+SETTINGS = [part for key, value in _SET.items() for part in ("--set", f"{key}={value}")]
+"""Of the gateway: any free ports, and room for all streams."""
 
 
 @dataclass
@@ -136,8 +140,7 @@ def main() -> int:
     parser.add_argument("--checkpoint", default=str(CHECKPOINT))
     options = parser.parse_args()
     tokens, rate = str(options.tokens), str(options.rate)
-    settings = [part for key, value in _SETTINGS.items() for part in ("--set", f"{key}={value}")]
-    gateway_command = ("-m", "epd.cli", "gateway", options.checkpoint, *settings)
+    gateway_command = ("-m", "epd.cli", "gateway", options.checkpoint, *SETTINGS)
     with (
         child(*gateway_command) as (gateway, report),
         child("-m", "bench.gateway.ceiling", tokens, rate) as (ceiling, web),
