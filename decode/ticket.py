@@ -92,6 +92,19 @@ class Ticket:
         return ("kv", self.key)
 
     @property
+    def waits_for(self) -> str:
+        """In words."""
+        if self.stopped:
+            return "its stream's end"
+        if self.loader is None:
+            return "blocks" if self.pending else "its first blocks to be announced"
+        if not self.fetched:
+            return f"reads: {self.loaded_blocks} of {self.announced_blocks} announced blocks here"
+        if self.first is None:
+            return "its first token"
+        return f"a step ({self.sampler.num_output} tokens made)"
+
+    @property
     def total(self) -> int:
         """Tokens whose KV prefill makes."""
         return len(self.job.token_ids)

@@ -33,7 +33,7 @@ from epd.kv.store import KvStore
 from epd.models.lm import LanguageModel
 from epd.obs import metrics
 from epd.rpc.status import internal
-from epd.runtime.group import Description, Load
+from epd.runtime.group import Description, Load, Wait
 from epd.runtime.isolate import run_isolated
 from epd.runtime.kv import num_blocks
 from epd.runtime.memory import OwnedMemory
@@ -350,6 +350,15 @@ class DecodeWorker:
 
     def healthy(self) -> bool:
         return self.memory.healthy()
+
+    def reaches_peers(self) -> bool:
+        return self.memory.reaches_peers()
+
+    def waits(self) -> list[Wait]:
+        return [
+            (ticket.job.request_id, ticket.since.ms / 1e3, ticket.waits_for)
+            for ticket in self._tickets.values()
+        ]
 
     def tick(self) -> None:
         if self.memory.tick():

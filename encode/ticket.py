@@ -41,6 +41,13 @@ class Ticket:
     run_ms: float = 0.0
 
     @property
+    def waits_for(self) -> str:
+        """In words."""
+        if self.lease is not None:
+            return f"its reader, who may read {self.nbytes} bytes"
+        return "its announcement" if self.work is None else f"encode {self.work}"
+
+    @property
     def timing(self) -> StageTiming:
         return StageTiming(
             queue_ms=self.queue_ms, run_ms=self.run_ms, preprocess_ms=self.preprocess_ms

@@ -30,7 +30,7 @@ from epd.handoff import embedding_bytes, embedding_contract
 from epd.jobs import EncodeJob, Stage
 from epd.models.encoder import VisionEncoder
 from epd.obs import metrics
-from epd.runtime.group import Description, Load
+from epd.runtime.group import Description, Load, Wait
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.pinning import pin
 from epd.runtime.steps import EngineThread
@@ -237,6 +237,15 @@ class EncodeWorker:
 
     def healthy(self) -> bool:
         return self.memory.healthy()
+
+    def reaches_peers(self) -> bool:
+        return self.memory.reaches_peers()
+
+    def waits(self) -> list[Wait]:
+        return [
+            (ticket.job.request_id, ticket.since.ms / 1e3, ticket.waits_for)
+            for ticket in self._tickets.values()
+        ]
 
     def tick(self) -> None:
         if self.memory.tick():

@@ -122,6 +122,22 @@ class Ticket:
         return ("embedding", self.key)
 
     @property
+    def waits_for(self) -> str:
+        """In words."""
+        reading = [index for index, fetch in self.fetches.items() if not fetch.done()]
+        if self.in_step:
+            return "the running step"
+        if self.closed or self.cancelled:
+            return "its memory's release"
+        if not self.admitted:
+            return f"blocks for {self.total} tokens, landing memory for {len(self.spans)} images"
+        if self.told_last:
+            return f"its stream's end: decode may read {self.announced} blocks"
+        if self.missing or reading:
+            return f"images: {list(self.missing)} to be announced, {reading} to be read"
+        return "its turn in a step"
+
+    @property
     def total(self) -> int:
         return len(self.job.token_ids)
 

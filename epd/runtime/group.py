@@ -40,6 +40,10 @@ class Load:
     us_per_row: float = 0.0
 
 
+Wait = tuple[str, float, str]
+"""(request id, seconds since it came, what it waits for)"""
+
+
 class Worker(Protocol):
     """What a process needs of a stage's worker."""
 
@@ -59,6 +63,14 @@ class Worker(Protocol):
 
     def healthy(self) -> bool:
         """False where something below is stuck, e.g. the transfer engine."""
+        ...
+
+    def reaches_peers(self) -> bool:
+        """False while the transfer engine reaches no peer at all."""
+        ...
+
+    def waits(self) -> Iterable[Wait]:
+        """What each request waits for now; for a person who looks at a stalled worker."""
         ...
 
     def tick(self) -> None:
@@ -152,6 +164,12 @@ class WorkerGroup:
 
     def healthy(self) -> bool:
         return all(worker.healthy() for worker in self.workers)
+
+    def reaches_peers(self) -> bool:
+        return all(worker.reaches_peers() for worker in self.workers)
+
+    def waits(self) -> list[tuple[Stage, Wait]]:
+        return [(worker.stage, wait) for worker in self.workers for wait in worker.waits()]
 
     def stalled_for(self) -> float:
         """Of the worker that has made no step for longest."""

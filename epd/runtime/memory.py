@@ -85,6 +85,10 @@ class OwnedMemory:
     def healthy(self) -> bool:
         return not self.engine.stuck
 
+    def reaches_peers(self) -> bool:
+        """False while no peer at all answers."""
+        return not self.engine.isolated
+
     def state(self) -> dict[str, object]:
         return {
             "leases_open": self.leases.open_count,

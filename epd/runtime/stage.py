@@ -33,6 +33,8 @@ from protos.epd.v1 import membership_pb2 as pb
 
 logger = logging.getLogger(__name__)
 _WATCH_S = 0.25
+_MOST_WAITS = 100
+"""That are logged when a worker stalls."""
 _STUCK_EXIT_S = 15.0
 _TO_PROTO = {
     Stage.ENCODE: pb.STAGE_ENCODE,
@@ -137,16 +139,28 @@ async def _watch(config: Config, group: WorkerGroup, server: Server) -> None:
     while True:
         group.tick()
         stalled = group.stalled_for()
-        serving = stalled <= config.worker.stall_s and group.healthy()
+        reaches = group.reaches_peers()
+        serving = stalled <= config.worker.stall_s and group.healthy() and reaches
         if serving != server.serving:
-            log = logger.info if serving else logger.error
-            log("health changes", extra={"serving": serving, "stalled_s": round(stalled, 1)})
+            _tell(group, serving, stalled, reaches)
         await server.set_serving(serving)
         stuck_since = None if group.healthy() else stuck_since or time.monotonic()
         if stuck_since and time.monotonic() - stuck_since > _STUCK_EXIT_S:
             faulthandler.dump_traceback(2)  # stderr, whatever replaced sys.stderr
             raise EpdError(ErrorKind.INTERNAL, "the transfer engine is stuck; restart this worker")
         await asyncio.sleep(_WATCH_S)
+
+
+def _tell(group: WorkerGroup, serving: bool, stalled_s: float, reaches: bool) -> None:
+    """Log a change of health; a bad one with what every request waits for."""
+    extra = {"serving": serving, "stalled_s": round(stalled_s, 1), "reaches_peers": reaches}
+    if serving:
+        logger.info("health changes", extra=extra)
+        return
+    waits = group.waits()
+    logger.error("health changes", extra=extra | {"requests": len(waits)})
+    for stage, (request, age_s, what) in waits[:_MOST_WAITS]:
+        logger.error("%s: %s waits for %s, %.1f s old", stage, request, what, age_s)
 
 
 async def _drain(

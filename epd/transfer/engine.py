@@ -255,6 +255,12 @@ class Engine:
         session to a peer that stops at that moment holds Mooncake's lock for 61 s."""
         return self.stuck_s > STUCK_S
 
+    @property
+    def isolated(self) -> bool:
+        """Reaches no peer at all: the worker should get no work. One bad edge of several
+        is the router's business."""
+        return self._sessions.isolated
+
     # -- inside -------------------------------------------------------------
 
     async def _run(

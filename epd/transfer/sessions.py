@@ -28,6 +28,9 @@ from epd.transfer.identity import Identity
 MOST_LINKS = 1024
 """Remembered lives of peers; the oldest is forgotten (and met again as new)."""
 
+ISOLATED_PEERS, ISOLATED_S = 2, 10.0
+"""So many peers silent within so many seconds, and none that answered: isolated."""
+
 ReadPage = Callable[[str, Peer], Awaitable[bytes]]
 """Reads the identity page of a peer under a session name."""
 
@@ -59,7 +62,19 @@ class Sessions:
         self._probe = probe
         self._clock = clock
         self._links: dict[tuple[str, int], _Link] = {}
+        self._silent: dict[str, float] = {}
+        """When each peer was silent last, since one last answered."""
         self._names = SessionNames()
+
+    @property
+    def isolated(self) -> bool:
+        """Several peers were silent lately and none has answered since: it is rather us.
+
+        A refused connection is an answer: that machine lives. Ends by itself, since a
+        worker that gets no work meets nobody who could prove it wrong.
+        """
+        since = self._clock() - ISOLATED_S
+        return sum(when > since for when in self._silent.values()) >= ISOLATED_PEERS
 
     async def connect(self, peer: Peer, fingerprint: str) -> str:
         """Mooncake's name of a session with exactly this life of the peer.
@@ -94,6 +109,7 @@ class Sessions:
             return
         link.identity = None
         if waited_s >= self._config.read_deadline_s:
+            self._was_silent(peer)
             what = f"peer {peer.session} can't be reached: silent for {waited_s:.1f} s"
             error = EpdError(ErrorKind.TRANSFER_FAILED, what)
             self._refuse(link, error, self._config.backoff_s)
@@ -116,10 +132,15 @@ class Sessions:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 link.identity = await self._prove(link, peer)
             link.error, link.retry_at = None, 0.0
+            self._silent.clear()
         except EpdError as error:
             final = error.kind is ErrorKind.CONTRACT_MISMATCH
             self._refuse(link, error, float("inf") if final else self._config.backoff_s)
         except (OSError, ValueError) as error:
+            if isinstance(error, TimeoutError):
+                self._was_silent(peer)
+            else:
+                self._silent.clear()
             bound = f"no answer within {self._config.connect_timeout_s} s"
             reason = bound if isinstance(error, TimeoutError) else error
             what = f"peer {peer.session} can't be reached: {reason}"
@@ -140,6 +161,12 @@ class Sessions:
                 f"epoch of {peer.session}", f"{identity.epoch:016x}", f"{peer.epoch:016x}"
             )
         return identity
+
+    def _was_silent(self, peer: Peer) -> None:
+        self._silent.pop(peer.session, None)
+        self._silent[peer.session] = self._clock()
+        if len(self._silent) > MOST_LINKS:
+            del self._silent[next(iter(self._silent))]
 
     def _refuse(self, link: _Link, error: EpdError, wait_s: float) -> None:
         link.error, link.retry_at = error, self._clock() + wait_s

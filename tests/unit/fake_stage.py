@@ -161,6 +161,9 @@ class FakeMemory:
     def healthy(self) -> bool:
         return True
 
+    def reaches_peers(self) -> bool:
+        return True
+
     def state(self) -> dict[str, object]:
         return {}
 

@@ -49,9 +49,11 @@ async def test_the_end_of_the_context_ends_the_output(bench: Bench) -> None:
 
 async def test_blocks_are_read_while_prefill_goes_on(bench: Bench) -> None:
     ticket = await bench.worker.submit(decode_job(range(20, 30), max_tokens=2))
+    assert [what for _, _, what in bench.worker.waits()] == ["its first blocks to be announced"]
     bench.worker.kv_ready(ticket, 0, bench.handle([0]), 4)
     await asyncio.sleep(0.05)
     assert ticket.loaded_blocks == 1
+    assert [what for _, _, what in bench.worker.waits()] == ["reads: 1 of 1 announced blocks here"]
     assert not ticket.fetched
     bench.worker.kv_ready(ticket, 1, bench.handle([1, 2]), 10)
     bench.worker.begin(ticket, SampledToken(50), 10)

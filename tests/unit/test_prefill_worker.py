@@ -73,6 +73,7 @@ async def test_cancel_reports_only_after_the_running_step(bench: Bench) -> None:
     ticket = await bench.worker.submit(prefill_job(range(20, 30)))
     await until(ticket, Admitted)
     await in_step(ticket)
+    assert [(name, what) for name, _, what in bench.worker.waits()] == [("r", "the running step")]
     bench.worker.cancel(ticket)
     await asyncio.sleep(0.05)
     waiting = asyncio.create_task(until(ticket, ReadsTerminal))

@@ -17,7 +17,7 @@ from epd.config import Config, load_config
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from epd.runtime import stage as stage_module
-from epd.runtime.group import Description, Load
+from epd.runtime.group import Description, Load, Wait
 from epd.runtime.stage import Part, serve_parts
 from epd.runtime.steps import StepLoop
 from epd.runtime.streams import Streams
@@ -30,7 +30,7 @@ class IdleWorker:
 
     def __init__(self) -> None:
         self.busy = self.broken = False
-        self.well = True
+        self.well = self.reaches = True
         self.closed = False
         self.ticks = 0
         self.streams = Streams(self.stage)
@@ -54,6 +54,12 @@ class IdleWorker:
 
     def healthy(self) -> bool:
         return self.well
+
+    def reaches_peers(self) -> bool:
+        return self.reaches
+
+    def waits(self) -> list[Wait]:
+        return [("request-7", 1.5, "godot")]
 
     def tick(self) -> None:
         self.ticks += 1
@@ -141,6 +147,24 @@ async def test_a_stuck_transfer_engine_is_not_serving_and_then_ends_the_process(
         with pytest.raises(EpdError, match="stuck"):
             await asyncio.wait_for(serving, 5)
     assert worker.closed
+
+
+async def test_a_worker_that_reaches_no_peer_gets_no_work_and_is_not_restarted(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(stage_module, "_STUCK_EXIT_S", 0.1)
+    worker = IdleWorker()
+    async with running(worker, capsys) as (serving, address):
+        worker.reaches = False
+        with caplog.at_level("ERROR"):
+            await until(address, NOT_SERVING)
+            await asyncio.sleep(0.3)
+        assert not serving.done()
+        worker.reaches = True
+        await until(address, SERVING)
+    assert "decode: request-7 waits for godot, 1.5 s old" in caplog.text
 
 
 async def test_a_bug_in_a_step_ends_the_process_with_it(

@@ -10,7 +10,7 @@ import pytest
 
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
-from epd.runtime.group import Description, Load, WorkerGroup
+from epd.runtime.group import Description, Load, Wait, WorkerGroup
 from epd.runtime.steps import EngineThread, StepLoop
 from epd.runtime.streams import Streams
 
@@ -24,7 +24,7 @@ class StandIn:
         self.facts |= facts
         self.streams = Streams(stage)
         self.tickets = 0
-        self.intact = self.well = True
+        self.intact = self.well = self.reaches = True
         self.steps = StepLoop(stage, self._step, lambda: False, thread)
 
     async def _step(self) -> bool:
@@ -45,6 +45,12 @@ class StandIn:
 
     def healthy(self) -> bool:
         return self.well
+
+    def reaches_peers(self) -> bool:
+        return self.reaches
+
+    def waits(self) -> list[Wait]:
+        return [("request-7", 1.5, "godot")]
 
     def tick(self) -> None:
         pass

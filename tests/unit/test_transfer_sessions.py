@@ -172,3 +172,46 @@ def test_names_differ_per_life_and_are_stable() -> None:
     assert names.name("h:15000", b"3") == "h:0015000"
     assert names.name("h:15000", b"1") == "h:15000"
     assert names.name("[::1]:15001", b"2") == "[::1]:15001"
+
+
+OTHERS = [Peer(f"10.0.0.{host}:15000", 0xA, 64) for host in (2, 3)]
+
+
+async def silent(world: World, peer: Peer) -> None:
+    world.hang = True
+    assert "no answer" in (await world.refused(peer)).message
+    world.hang = False
+
+
+async def test_isolated_is_several_silent_peers_and_none_that_answers(world: World) -> None:
+    await silent(world, PEER)
+    world.now += 2.0
+    await silent(world, PEER)
+    assert not world.sessions.isolated, "one bad edge is the router's business"
+    await silent(world, OTHERS[0])
+    assert world.sessions.isolated
+    world.now += 10.1
+    assert not world.sessions.isolated, "it is tried again"
+
+
+async def test_an_answer_ends_isolation(world: World) -> None:
+    await silent(world, OTHERS[0])
+    await silent(world, OTHERS[1])
+    assert world.sessions.isolated
+    await world.sessions.connect(PEER, "f00d")
+    assert not world.sessions.isolated
+
+
+async def test_a_refused_connection_is_an_answer(world: World) -> None:
+    await silent(world, OTHERS[0])
+    await silent(world, OTHERS[1])
+    world.description = ConnectionRefusedError("refused")
+    await world.refused()
+    assert not world.sessions.isolated
+
+
+async def test_reads_that_nobody_answers_count(world: World) -> None:
+    await world.sessions.connect(PEER, "f00d")
+    await silent(world, OTHERS[0])
+    world.sessions.doubt(PEER, waited_s=CONFIG.read_deadline_s)
+    assert world.sessions.isolated
