@@ -1,0 +1,41 @@
+"""Workers whose pools have a mirror, as on a device: what is carried over, and when."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from decode.ticket import Finished
+from prefill.ticket import FirstToken, KvReady
+from tests.unit import decode_bench, prefill_bench
+from tests.unit.fake_stage import prefill_job
+
+IDS = list(range(20, 30))
+
+
+async def test_prefill_announces_what_it_computed() -> None:
+    bench = prefill_bench.Bench(transfer__staging="always")
+    ticket = await bench.worker.submit(prefill_job(IDS))
+    events = await prefill_bench.until(ticket, FirstToken)
+    (ready,) = [event for event in events if isinstance(event, KvReady)]
+    pool = bench.kv.pool
+    assert pool.mirrored
+    for block, span in zip(ticket.blocks, ready.handle.spans, strict=True):
+        seen_by_peers = ctypes.string_at(span.address, span.length)
+        assert seen_by_peers == bytes(pool.bytes[block].numpy())
+        assert any(seen_by_peers)
+    bench.worker.close(ticket, clean=True)
+    await bench.worker.shut_down()
+
+
+async def test_decode_computes_with_what_it_read() -> None:
+    bench = decode_bench.Bench(transfer__staging="always")
+    ticket = await bench.join(IDS, max_tokens=3)
+    assert isinstance((await decode_bench.drain(ticket))[-1], Finished)
+    pool = bench.kv.pool
+    assert pool.mirrored
+    keys = pool.k(0).flatten(0, 1)  # the first blocks of an unused pool
+    assert torch.equal(keys[: len(IDS), 0, 0], torch.tensor(IDS, dtype=torch.float32))
+    bench.worker.close(ticket)
+    await bench.worker.shut_down()
