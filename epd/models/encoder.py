@@ -13,6 +13,7 @@ from epd.errors import EpdError, ErrorKind
 from epd.models import families, vision_attention
 from epd.models.checkpoint import load_part
 from epd.models.kernels import build
+from epd.models.kernels.linear import LinearKernel, pack_linears
 from epd.models.processor import PreparedImage
 from epd.models.spec import ModelSpec, read_spec
 
@@ -56,8 +57,11 @@ class VisionEncoder:
         torch.set_num_threads(threads)
         spec = read_spec(path, dtype)
         fits = kernels == "auto" and device == "cpu" and spec.dtype == "bfloat16"
-        attn = vision_attention.NAME if fits and build.load() is not None else None
+        library = build.load() if fits else None
+        attn = None if library is None else vision_attention.NAME
         model = load_part(path, "encode", spec.dtype, attn=attn).to(device)
+        if library is not None:
+            pack_linears(model, LinearKernel(library, threads))
         return cls(model, spec, device, exact)
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:

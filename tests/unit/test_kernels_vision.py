@@ -16,6 +16,7 @@ from torch import Tensor
 from epd.models.encoder import VisionEncoder
 from epd.models.kernels import build
 from epd.models.kernels.attention import AttentionKernel
+from epd.models.kernels.linear import PackedLinear
 from epd.models.processor import Processor
 from epd.models.vision_attention import vision_attention
 from tests.tiny import FAMILIES
@@ -80,6 +81,10 @@ def test_rows_of_every_served_family(
     prepared = Processor.load(path).prepare(image, 1)
     plain = VisionEncoder.load(path, kernels="off").encode([prepared])[0]
     assert not calls
-    fast = VisionEncoder.load(path).encode([prepared])[0]
+    encoder = VisionEncoder.load(path)
+    linears = [module for module in encoder._model.modules() if type(module) is torch.nn.Linear]
+    assert linears
+    assert all(isinstance(linear.forward, PackedLinear) for linear in linears)
+    fast = encoder.encode([prepared])[0]
     assert calls, "the kernel runs"
     assert (fast.float() - plain.float()).abs().max() <= 0.03 * plain.float().abs().max()
