@@ -1,0 +1,61 @@
+"""`epd bench` from the command line to its files, against scripted servers over real HTTP.
+Only counts are looked at here; times are the virtual clock's business."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from epd.bench.ceiling import scripted_server
+from epd.bench.traces import write_trace
+from epd.bench.workload import Picture, Shape, Timed
+from epd.cli import app
+
+
+def test_two_targets_side_by_side(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out, plot = tmp_path / "run.json", tmp_path / "run.png"
+    with scripted_server(5) as one, scripted_server(7) as two:
+        arguments = ["bench", "--target", f"one={one}", "--target", f"two={two}"]
+        arguments += ["--concurrency", "1,3", "--requests", "4", "--rounds", "2"]
+        arguments += ["--image", "56x28", "--json", str(out), "--plot", str(plot)]
+        result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "two / one" in result.output
+    found = json.loads(out.read_text())
+    assert len(found["requests"]) == 2 * 2 * 2 * 4, "targets, loads, kept rounds, requests"
+    for request in found["requests"]:
+        assert not request["error"], request
+        assert len(request["arrivals"]) == {"one": 5, "two": 7}[request["target"]]
+        assert request["images"] == 1
+    assert {row["load"] for row in found["summaries"]} == {"concurrency 1", "concurrency 3"}
+    assert found["workload"]["image"] == ["56x28"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace(tmp_path: Path) -> None:
+    out, trace = tmp_path / "run.json", tmp_path / "trace.jsonl"
+    shapes = [Shape(9, 5, kind="chat"), Shape(9, 5, (Picture(28, 28, 1),), kind="picture")]
+    write_trace(trace, [Timed(0.01 * n, shape) for n, shape in enumerate(shapes * 2)])
+    with scripted_server(5) as url:
+        arguments = ["bench", "--target", f"one={url}", "--trace", str(trace), "--rounds", "1"]
+        arguments += ["--speed", "1,2", "--slo-ttft", "9", "--slo-tpot", "9", "--json", str(out)]
+        result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["summaries"]
+    assert [(row["load"], row["kind"], row["ok"]) for row in rows] == [
+        (f"trace {speed}", kind, count)
+        for speed in (1, 2)
+        for kind, count in (("", 4), ("chat", 2), ("picture", 2))
+    ]
+    assert all(row["good_share"] == 1.0 for row in rows)
+
+
+def test_the_ceiling() -> None:
+    result = CliRunner().invoke(app, ["bench", "ceiling", "--streams", "2", "--events", "20"])
+    assert result.exit_code == 0, result.output
+    assert "2 streams" in result.output
+    assert "us of client CPU an event" in result.output
