@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from epd.config import GatewayConfig
-from epd.errors import EpdError
+from epd.errors import EpdError, invalid
 from epd.jobs import Stage
 from gateway.workers import Capacity, Card, Registry, Worker, card_identity
 from protos.epd.v1 import membership_pb2 as pb
@@ -44,7 +44,8 @@ class MembershipService(pb_grpc.MembershipServicer):
         try:
             worker = self._registry.join(card_from_hello(first.hello))
         except EpdError as error:
-            _log.warning("refused %s: %s", first.hello.address, error.message)
+            shown = first.hello.address[:_MOST_CHARACTERS]
+            _log.warning("refused %s: %s", shown, error.message)
             yield pb.GatewayReply(refused=pb.Refused(reason=error.message))
             return
         _log.info("%s joined: %s", card_identity(worker.card), "+".join(worker.card.stages))
@@ -94,7 +95,15 @@ class MembershipService(pb_grpc.MembershipServicer):
             self._registry.heard(worker)
 
 
+_MOST_CHARACTERS, _MOST_DIMENSIONS, _MOST_STAGES = 256, 8, 8
+
+
 def card_from_hello(hello: pb.Hello) -> Card:
+    """
+    Raises:
+        EpdError: a field is longer than any worker of ours makes it.
+    """
+    _check_hello(hello)
     capacity = hello.capacity
     return Card(
         address=hello.address,
@@ -113,6 +122,17 @@ def card_from_hello(hello: pb.Hello) -> Card:
         ),
         version=hello.version,
     )
+
+
+def _check_hello(hello: pb.Hello) -> None:
+    names = ("address", "fingerprint", "kv_layout", "dtype", "numerics_id", "version")
+    for name in names:
+        if len(getattr(hello, name)) > _MOST_CHARACTERS:
+            raise invalid(f"{name}: longer than {_MOST_CHARACTERS} characters", name)
+    if len(hello.kv_block_shape) > _MOST_DIMENSIONS:
+        raise invalid(f"kv_block_shape: more than {_MOST_DIMENSIONS}", "kv_block_shape")
+    if len(hello.stages) > _MOST_STAGES:
+        raise invalid(f"stages: more than {_MOST_STAGES}", "stages")
 
 
 async def sweep_forever(registry: Registry) -> None:

@@ -23,6 +23,7 @@ from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from gateway import router
 
+MOST_WORKERS = 4096
 KV_STAGES = frozenset({Stage.PREFILL, Stage.DECODE})
 
 
@@ -147,7 +148,8 @@ class Registry:
         """Take a worker in; the same life joining again keeps its place.
 
         Raises:
-            EpdError: CONTRACT_MISMATCH naming what differs, with both values.
+            EpdError: CONTRACT_MISMATCH naming what differs, with both values; OVERLOADED,
+                there are `MOST_WORKERS` already.
         """
         self._check(card)
         known = self._workers.get(card.address)
@@ -157,6 +159,8 @@ class Registry:
         else:
             if known is not None:
                 self.drop(known, "another life of it joined")
+            elif len(self._workers) >= MOST_WORKERS:
+                raise EpdError(ErrorKind.OVERLOADED, f"{MOST_WORKERS} workers have joined already")
             known = Worker(card, self._clock())
             self._workers[card.address] = known
         self._wake()

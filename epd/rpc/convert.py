@@ -23,6 +23,10 @@ from protos.epd.v1 import common_pb2 as pb
 DIGEST_BYTES = 32
 _MAX_SPANS = 1 << 16
 _MAX_DIMS = 8
+_MAX_NAME = 256
+"""Characters of addresses, layouts and the like."""
+_MAX_ENDING_IDS = 256
+_MAX_TOP = 256
 
 _FINISH_TO_PROTO = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -69,7 +73,10 @@ def grammar_from_proto(message: pb.SamplingParams) -> Grammar | None:
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """Ranges are the sampler's to check (`epd.sampling`)."""
+    """Raises EpdError: more end ids than any model has. All else is the sampler's to
+    check (`epd.sampling`)."""
+    if len(message.eos_token_ids) > _MAX_ENDING_IDS:
+        raise invalid(f"at most {_MAX_ENDING_IDS}", "eos_token_ids")
     return SamplingParams(
         temperature=message.temperature,
         top_k=message.top_k,
@@ -152,15 +159,19 @@ def handle_to_proto(handle: Handle) -> pb.Handle:
 def handle_from_proto(message: pb.Handle, param: str) -> Handle:
     """Raises EpdError naming `param`.field. Whether the bytes are the expected ones
     is `Contract.check`'s business."""
-    if not message.owner.session:
-        raise invalid("no session", f"{param}.owner.session")
+    contract = message.contract
+    if not 0 < len(message.owner.session) <= _MAX_NAME:
+        raise invalid(f"must have 1 to {_MAX_NAME} characters", f"{param}.owner.session")
+    for name in ("fingerprint", "dtype", "layout"):
+        if len(getattr(contract, name)) > _MAX_NAME:
+            raise invalid(f"longer than {_MAX_NAME} characters", f"{param}.contract.{name}")
     if not 1 <= len(message.spans) <= _MAX_SPANS:
         raise invalid(
             f"has {len(message.spans)} spans, must be 1 to {_MAX_SPANS}", f"{param}.spans"
         )
-    if len(message.contract.shape) > _MAX_DIMS:
+    if len(contract.shape) > _MAX_DIMS:
         raise invalid("too many dimensions", f"{param}.contract.shape")
-    owner, contract = message.owner, message.contract
+    owner = message.owner
     return Handle(
         owner=Peer(
             session=owner.session, epoch=owner.epoch, identity_address=owner.identity_address
@@ -188,6 +199,9 @@ def token_to_proto(token: SampledToken) -> pb.Token:
 
 
 def token_from_proto(message: pb.Token) -> SampledToken:
+    """Raises EpdError: more alternatives than anybody may ask for."""
+    if len(message.top) > _MAX_TOP:
+        raise invalid(f"at most {_MAX_TOP}", "token.top")
     return SampledToken(
         id=message.id,
         logprob=message.logprob if message.HasField("logprob") else None,

@@ -90,6 +90,20 @@ def test_another_release_is_refused_with_both_versions(
     assert "0.1.x" in caught.value.message
 
 
+def test_the_number_of_workers_is_bounded(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.workers.MOST_WORKERS", 2)
+    first = registry.join(card("p:1", Stage.PREFILL))
+    registry.join(card("p:2", Stage.PREFILL))
+    with pytest.raises(EpdError) as caught:
+        registry.join(card("p:3", Stage.PREFILL))
+    assert caught.value.kind is ErrorKind.OVERLOADED
+    registry.join(card("p:1", Stage.PREFILL, epoch=2))  # another life takes the same place
+    assert first.gone
+    assert len(registry.workers) == 2
+
+
 @pytest.mark.parametrize(
     ("one", "other", "same"), [("1.2.3", "1.9.0", True), ("1.0", "2.0", False)]
 )
