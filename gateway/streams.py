@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
@@ -51,7 +51,7 @@ class StageFault(Exception):
 class StageStream:
     """One bidirectional call. `next` may be used by one task at a time."""
 
-    def __init__(self, stage: Stage, worker: Worker, call: Any) -> None:
+    def __init__(self, stage: Stage, worker: Worker, call: Any, on_end: Callable[[], None]) -> None:
         self.stage = stage
         self.worker = worker
         self.lost = False
@@ -59,6 +59,7 @@ class StageStream:
         """Offered each event first, where none waits; what it takes, `next` won't give. It
         saves a wake-up for every token."""
         self._call = call
+        self._on_end = on_end
         self._inbox: deque[Any] = deque()
         self._outbox: asyncio.Queue[Any] = asyncio.Queue()
         self._news = asyncio.Event()
@@ -163,6 +164,7 @@ class StageStream:
             self._news.set()
             self._outbox.put_nowait(None)
             self.worker.streams.discard(self)
+            self._on_end()
 
     def _on_status(self, call: Any) -> None:
         """Called by grpc.aio each time that the call's status is set.
@@ -222,12 +224,11 @@ class _Line:
     worker: Worker
     channel: grpc.aio.Channel
     generation: int
-    streams: list[StageStream] = field(default_factory=list)
+    calls: int = 0
+    """Under way. A count, since a stream that is kept here keeps 27 KB."""
 
-    @property
-    def idle(self) -> bool:
-        self.streams = [stream for stream in self.streams if not stream.ended]
-        return not self.streams
+    def release(self) -> None:
+        self.calls -= 1
 
 
 class Connections:
@@ -249,9 +250,8 @@ class Connections:
         call = _STUBS[stage](line.channel).Run(
             timeout=max(timeout_s, 0.001), metadata=(("x-request-id", request_id),)
         )
-        stream = StageStream(stage, worker, call)
-        line.streams.append(stream)
-        return stream
+        line.calls += 1
+        return StageStream(stage, worker, call, line.release)
 
     def _line(self, worker: Worker) -> _Line:
         generation = self._dialer.generation()
@@ -265,10 +265,10 @@ class Connections:
 
     async def prune(self) -> None:
         """Close channels that hold no call any more and get no new one."""
-        closing = [line for line in self._former if line.idle]
+        closing = [line for line in self._former if not line.calls]
         self._former = [line for line in self._former if line not in closing]
         for key, line in list(self._lines.items()):
-            if line.idle and line.worker.gone:
+            if not line.calls and line.worker.gone:
                 closing.append(self._lines.pop(key))
         for line in closing:
             await line.channel.close()

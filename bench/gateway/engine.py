@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc.aio
 
+from epd import __version__
 from epd.config import RpcConfig
 from epd.rpc.server import Server
 from protos.epd.v1 import (
@@ -110,6 +111,9 @@ async def join(membership: str, hello: membership_pb2.Hello) -> None:
     async with grpc.aio.insecure_channel(membership) as channel:
         call = membership_pb2_grpc.MembershipStub(channel).Join()
         await call.write(membership_pb2.WorkerReport(hello=hello))
+        reply = await call.read()
+        if reply.HasField("refused"):
+            raise SystemExit(f"the gateway refused the engine: {reply.refused.reason}")
         while True:
             await asyncio.sleep(0.5)
             beat = membership_pb2.Heartbeat(serving=True)
@@ -131,6 +135,7 @@ async def main(membership: str, fingerprint: str, tokens: int, rate: float) -> N
         dtype=DTYPE,
         kv_layout="kv-block-major/1",
         kv_block_shape=[1],
+        version=__version__,
     )
     print("READY", flush=True)
     await asyncio.gather(ticks.run(), join(membership, hello))

@@ -9,11 +9,17 @@ import grpc.aio
 import psutil
 import pytest
 
+from epd.client import AsyncClient, Client, user
+from epd.config import RpcConfig
+from epd.errors import EpdError
 from epd.jobs import Stage
+from gateway.streams import Connections, StageFault
+from gateway.workers import Card, Worker
 from protos.epd.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.e2e.fake_stages import Call, hang
 from tests.e2e.gateway_house import House
 
+DEAD = "127.0.0.1:1"
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -64,6 +70,41 @@ async def test_rpc_02_cancelled_streams_leave_nothing(house: House) -> None:
         await house.settled()
     gc.collect()
     assert process.memory_info().rss - before < 20 << 20
+
+
+def alive(name: str) -> int:
+    gc.collect()
+    return sum(type(found).__name__ == name for found in gc.get_objects())
+
+
+async def test_rpc_03_calls_to_a_dead_server_leave_nothing() -> None:
+    """Of the gateway's calls to stages, and of `epd.client`'s. At length: make soak-gateway."""
+    connections = Connections(RpcConfig())
+    card = Card(DEAD, 1, frozenset({Stage.PREFILL}), fingerprint="", dtype="")
+    worker = Worker(card, last_seen=0.0)
+    for _ in range(200):
+        stream = connections.open(Stage.PREFILL, worker, 5.0, "dead")
+        with pytest.raises(StageFault):
+            await stream.next()
+        await stream.settle(1.0)
+    del stream
+    assert not worker.streams
+    assert alive("StageStream") == 0
+    await connections.close()
+    async with AsyncClient(DEAD, timeout_s=5) as client:
+        for _ in range(200):
+            with pytest.raises(EpdError):
+                await client.chat([user("a")])
+        assert alive("UnaryStreamCall") <= 1
+
+    def blocking() -> None:
+        with Client(DEAD, timeout_s=5) as client:
+            for _ in range(200):
+                with pytest.raises(EpdError):
+                    client.chat([user("a")])
+            assert alive("_MultiThreadedRendezvous") <= 1
+
+    await asyncio.to_thread(blocking)
 
 
 async def test_rpc_04_a_slow_reader_holds_decode_back(house: House) -> None:
