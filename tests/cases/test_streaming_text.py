@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
+from bench.gateway.clients import request, run
 from epd.errors import ErrorKind
 from epd.jobs import Stage
+from gateway.checkpoint import Loaded
 from protos.epd.v1 import common_pb2
 from tests.e2e.fake_stages import Call, fail
 from tests.e2e.gateway_house import House
+from tests.e2e.test_gateway_bounds import opened
 
 pytestmark = pytest.mark.timeout(60)
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -206,3 +209,15 @@ async def test_str_09_a_slow_stream_comes_whole(house: House) -> None:
     script(house, ALPHABET, 0)
     house.script.hooks["decode.token"] = slow
     assert "".join(deltas(await house.stream())) == ALPHABET
+
+
+async def test_str_08_two_hundred_streams_end_whole(loaded: Loaded) -> None:
+    """Scripted stages; 1,000 of them: make bench-gateway."""
+    limits = {"max_inflight": 256}
+    async with opened(loaded, limits) as house:
+        house.script.output = [400 + i % 50 for i in range(40)]
+        raw = request(house.http, "demo", 64)
+        outcomes = await run(house.http, raw, 200, 1.0)
+        assert {(one.status, one.done, one.error) for one in outcomes} == {(200, True, "")}
+        assert len(outcomes) == 200
+        assert house.gateway.service.budget.used == 0
