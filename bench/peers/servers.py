@@ -27,6 +27,8 @@ from typing import Any
 _POLL_S = 0.5
 _STOP_S = 20.0
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+_OURS = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
+"""Of this process's environment, what must not reach a rival: its threads are its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,8 @@ def running(rival: Rival, log: Path) -> Iterator[int]:
     Raises:
         RuntimeError: it ended, or was not healthy within `start_limit_s`.
     """
-    environ = {**os.environ, **_OFFLINE, **rival.environ}
-    environ.pop("PYTHONPATH", None)
+    inherited = {key: value for key, value in os.environ.items() if key not in _OURS}
+    environ = {**inherited, **_OFFLINE, **rival.environ}
     with log.open("wb") as out:
         process = subprocess.Popen(
             rival.command, env=environ, stdout=out, stderr=subprocess.STDOUT,
