@@ -43,10 +43,12 @@ def epd_split(checkpoint: Path) -> Start:
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
     first, second = (",".join(map(str, part)) for part in (cores[:half], cores[half:] or cores))
-    settings = [f"model.threads={half}"]
+    # Long prefill steps hold nobody up here, and large chunks are cheaper.
+    settings = [f"model.threads={half}", "prefill.step_ms=1000"]
     settings += [f"{stage}.cpus={first}" for stage in ("gateway", "decode")]
     settings += [f"{stage}.cpus={second}" for stage in ("encode", "prefill")]
-    how = f"decode and gateway on {first}, encode and prefill on {second}, {half} thread(s) each"
+    how = f"decode and gateway on {first}, encode and prefill on {second}, {half} thread(s) each,"
+    how += " prefill.step_ms=1000"
     return lambda: _epd("epd split", checkpoint, settings, (), how)
 
 

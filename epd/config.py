@@ -92,8 +92,10 @@ class KvConfig(_Section):
 
 
 class EncodeConfig(_StageSection):
-    batch_patches: int = Field(4096, ge=1)
-    """Most vision patches in one forward; a larger image runs alone."""
+    batch_patches: int = Field(1024, ge=1)
+    """Most vision patches in one forward; a larger image runs alone. On a CPU more bring no
+    speed (from 256 on), and every image of the batch waits for all: prefill idles meanwhile.
+    A GPU wants more."""
     arena_mib: int = Field(256, ge=1)
     """Registered memory for finished embeddings."""
     cache_mib: int = Field(256, ge=0)
