@@ -99,6 +99,7 @@ class Service:
         host = node.address if node else "127.0.0.1"
         settings = {"model.path": str(DEMO_CHECKPOINT), "log.level": "info", **SETTINGS}
         settings |= {f"{key}.host": host for key in ("gateway", "worker", "transfer")} | self._rpc
+        settings["gateway.metrics_host"] = host
         log = self._folder / f"{role}-{index}.log"
         environ = os.environ | {"PYTHONUNBUFFERED": "1", "TMPDIR": str(self._tmp())}
         return Place(Worker(role, index, settings, environ, log, node), node, wire)

@@ -231,7 +231,8 @@ class Cluster:
         log = self._folder / f"{role}-{index}.log"
         node = self._nodes.get(role)
         if node is not None:
-            hosts = {"gateway.host": node.address, "worker.host": node.address}
+            keys = ("gateway.host", "gateway.metrics_host", "worker.host")
+            hosts = dict.fromkeys(keys, node.address)
             hosts |= {"transfer.host": node.link(self._data).address, "rpc.insecure": "true"}
             settings = settings | hosts
         return Worker(role, index, self._settings | settings, environ, log, node)
