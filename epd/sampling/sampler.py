@@ -53,6 +53,7 @@ class Sampler:
         assert logits_NV.shape == (len(states), self.vocab_size)
         if not states:
             return []
+        logits_NV = logits_NV.cpu()  # from a device in one copy, not row by row
         usable = torch.isfinite(logits_NV.amax(-1)).tolist()  # NaN where any logit is
         return [
             self._sample_row(logits_NV[row], state) if usable[row] else _broken()

@@ -3,7 +3,10 @@ compiled), FlashAttention's call against a plain function that does what it docu
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,6 +120,18 @@ def test_rows_of_padding_are_zero() -> None:
     found, wanted = scene.run("triton")
     assert not found[-3:].any()
     assert torch.allclose(found[:-3], wanted[:-3], atol=2e-5)
+
+
+@triton_only
+def test_triton_compiles_for_gpus_that_are_not_here() -> None:
+    """To machine code: Triton brings NVIDIA's assembler."""
+    environ = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.unit.gpu_compile", "bf16:80", "fp16:90"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    sizes = [int(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(sizes) == 2
+    assert min(sizes) > 10_000
 
 
 def _varlen_by_hand(

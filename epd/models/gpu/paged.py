@@ -96,10 +96,9 @@ def _attend(
     head = group * SHARE + row % SHARE
     sees = tl.load(seen + token, mask=live, other=0)
     end = tl.max(sees, 0)
-    begin = 0
-    if window > 0:
-        least = tl.min(tl.where(live, sees, end), 0)
-        begin = tl.maximum(least - window, 0) // KEYS * KEYS
+    # Without a window every key from 0 on is seen.
+    lowest = tl.where(window > 0, tl.maximum(sees - window, 0), 0)
+    begin = tl.min(tl.where(live, lowest, end), 0) // KEYS * KEYS
     blocks = table + tl.load(tile_sequence + tile).to(tl.int64) * width
 
     x = tl.load(
@@ -121,9 +120,7 @@ def _attend(
             other=0.0,
         )
         score = tl.dot(x, k, input_precision="ieee") * scale
-        visible = place[None, :] < sees[:, None]
-        if window > 0:
-            visible = visible & (place[None, :] >= sees[:, None] - window)
+        visible = (place[None, :] < sees[:, None]) & (place[None, :] >= lowest[:, None])
         score = tl.where(visible, score, float("-inf"))
         larger = tl.maximum(largest, tl.max(score, 1))
         base = tl.where(larger == float("-inf"), 0.0, larger)  # no key seen yet
