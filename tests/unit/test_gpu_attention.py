@@ -17,7 +17,13 @@ from torch import Tensor
 from epd.kv.layout import KvLayout, LayerShape
 from epd.kv.pool import KvPool
 from epd.models.attention import SequenceSlice, paged_attention, plan_step
-from epd.models.gpu.attention import DeviceAttention, choose, has_triton, varlen_takes_pages
+from epd.models.gpu.attention import (
+    DeviceAttention,
+    _flash,
+    choose,
+    has_triton,
+    varlen_takes_pages,
+)
 from epd.models.gpu.tables import StepTensors, pack, step_shape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -187,6 +193,18 @@ def test_flash_attention_is_asked_for_the_same(
     scene = Scene([(1, 1), (3, 300), (1, 513)], (4, 2, 16, 16, 256), "bfloat16")
     found, wanted = scene.run("varlen", sliding_window=window)
     assert (found.float() - wanted.float()).abs().max() < 0.02
+
+
+def test_the_real_function_takes_our_arguments() -> None:
+    """On tensors without content: names, types and shapes pass torch's own operator."""
+    layout = KvLayout(256, "bfloat16", (LayerShape(2, 16, 16),))
+    sequences = [SequenceSlice(3, 300, [0, 1]), SequenceSlice(1, 4, [2])]
+    shape = step_shape(layout, sequences, share=2)
+    tables = StepTensors(shape, pack(layout, sequences, shape).to("meta"))
+    keys, values = (torch.empty(3, 256, 2, 16, dtype=torch.bfloat16, device="meta") for _ in "kv")
+    query = torch.empty(4, 4, 16, dtype=torch.bfloat16, device="meta")
+    for window in (None, 9):
+        _flash(query, keys, values, tables, 0.3, window, torch.empty_like(query))
 
 
 def test_which_backend_fits() -> None:
