@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from decode.ticket import TokenMade
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import SampledToken
 from epd.transfer.arena import page_aligned
+from epd.transfer.pieces import Piece
 from prefill.ticket import Admitted, FirstToken
 from tests.cases.kv_model import KvLm, Prompt, row_value, rows_of
-from tests.unit import decode_bench, prefill_bench
-from tests.unit.fake_stage import BLOCK, decode_job, prefill_job
+from tests.unit import decode_bench, fake_stage, prefill_bench
+from tests.unit.fake_stage import BLOCK, FakeEngine, decode_job, prefill_job
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -97,7 +99,7 @@ async def test_key_01_key_13_prefill_finds_only_what_is_the_same(
     for _ in range(20):
         prompts = [Prompt.draw(many.chance) for _ in range(4)]
         await asyncio.gather(*(many.one(prompt) for prompt in prompts))
-        many.bench.worker.check_integrity()
+        many.bench.kv.check_integrity()
     clock.cancel()
     many.bench.memory.engine.gate.set()
     await asyncio.sleep(0.02)
@@ -105,6 +107,16 @@ async def test_key_01_key_13_prefill_finds_only_what_is_the_same(
     assert many.cached > 50, "nothing was ever found"
     await many.bench.worker.shut_down()
     many.bench.idle()
+
+
+class Lagging(FakeEngine):
+    """Each read takes its own time, so that one that was given up may write last."""
+
+    chance = random.Random(0)
+
+    async def _copy(self, pieces: Sequence[Piece], key: Hashable) -> None:
+        await asyncio.sleep(self.chance.choice([0, 0.001, 0.004, 0.06]))
+        await super()._copy(pieces, key)
 
 
 async def decode_one(bench: decode_bench.Bench, prompt: Prompt, chance: random.Random) -> int:
@@ -142,23 +154,17 @@ async def test_hnd_24_key_01_decode_runs_on_its_own_blocks(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_bench, "FakeLm", KvLm)
+    monkeypatch.setattr(fake_stage, "FakeEngine", Lagging)
     bench, chance = decode_bench.Bench(), random.Random(seed)
-    gate = bench.memory.engine.gate
+    places = asyncio.Semaphore(4)
 
-    async def lag() -> None:
-        while True:
-            gate.set() if chance.random() < 0.6 else gate.clear()
-            await asyncio.sleep(0.002)
+    async def next_one() -> int:
+        async with places:
+            bench.kv.check_integrity()
+            return await decode_one(bench, Prompt.draw(chance, 32), chance)
 
-    lagging = asyncio.create_task(lag())
-    right = 0
-    for _ in range(20):
-        prompts = [Prompt.draw(chance, 32) for _ in range(4)]
-        right += sum(await asyncio.gather(*(decode_one(bench, p, chance) for p in prompts)))
-        bench.kv.check_integrity()
-    lagging.cancel()
-    gate.set()
-    await asyncio.sleep(0.02)
+    right = sum(await asyncio.gather(*(next_one() for _ in range(80))))
+    await asyncio.sleep(0.1)
     assert right > 100
     await bench.worker.shut_down()
     bench.worker.check_integrity()
