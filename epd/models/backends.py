@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from epd.errors import invalid
 from epd.kv.layout import KvLayout, LayerShape
 from epd.models.gpu.attention import DeviceAttention, choose, has_triton, varlen_takes_pages
 
@@ -16,6 +17,23 @@ def kv_layout(text_config: Any, dtype: str, block_tokens: int, weights: str) -> 
     dim = dim or text_config.hidden_size // text_config.num_attention_heads
     layers = (LayerShape(heads, dim, dim),) * text_config.num_hidden_layers
     return KvLayout(block_tokens, dtype, layers, weights)
+
+
+def usable_device(name: str | torch.device) -> torch.device:
+    """The device, tried out before anything is loaded.
+
+    Raises:
+        EpdError: there is none of that name here.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise invalid(
+            f"model.device: {str(name)!r} can't be used: {reason}", "model.device"
+        ) from error
+    return device
 
 
 def device_attention(layout: KvLayout, heads: int) -> DeviceAttention | None:

@@ -11,6 +11,7 @@ import torch
 
 from epd.errors import EpdError, ErrorKind
 from epd.models import families, vision_attention
+from epd.models.backends import usable_device
 from epd.models.checkpoint import load_part
 from epd.models.kernels import build
 from epd.models.kernels.linear import LinearKernel, pack_linears
@@ -54,6 +55,7 @@ class VisionEncoder:
         Raises:
             EpdError: see `load_part`.
         """
+        usable_device(device)
         torch.set_num_threads(threads)
         spec = read_spec(path, dtype)
         fits = kernels == "auto" and device == "cpu" and spec.dtype == "bfloat16"

@@ -26,7 +26,7 @@ from epd.jobs import ImageItem
 from epd.kv.pool import KvPool
 from epd.models import attention
 from epd.models.attention import AttentionStep, Kernel, SequenceSlice, plan_step
-from epd.models.backends import device_attention, isa, kv_layout
+from epd.models.backends import device_attention, isa, kv_layout, usable_device
 from epd.models.checkpoint import load_part, read_spec
 from epd.models.exact import ROW_TILE, make_row_invariant
 from epd.models.gpu.attention import DeviceAttention
@@ -135,7 +135,7 @@ class LanguageModel:
         Raises:
             EpdError: the checkpoint can't be served; the message says why.
         """
-        place = torch.device(device)
+        place = usable_device(device)
         if quantize != "off" and place.type != "cpu":
             raise invalid(f"{quantize} runs on CPUs, not on {place.type}", "model.quantize")
         torch.set_num_threads(threads)

@@ -28,7 +28,7 @@ from tests.conftest import TinyCheckpoint
 from tests.e2e.stage_driver import Client, Planner, Request, Stages, greedy
 from tests.tiny.reference import reference_generate
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(240)
 
 BLOCK = 8
 POOL = 40

@@ -21,7 +21,7 @@ import pytest
 from tests.cases.pictures import body, counter, file, noise, solid, text
 from tests.e2e.cluster import Cluster, Reply, request
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 Body = dict[str, Any]
 
 

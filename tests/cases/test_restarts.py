@@ -25,7 +25,7 @@ from tests.cases.pictures import body, file, noise, text
 from tests.cases.test_pressure import Leaver
 from tests.e2e.cluster import DEMO_CHECKPOINT, GATEWAY, ROOT, STAGES, Cluster, Reply, request
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(240)
 DELAY_S = 0.4
 CHAT = "/v1/chat/completions"
 SETTINGS = {
