@@ -36,6 +36,7 @@ class Attempt:
         self._group = group
         self._timeline = group[0].timeline
         self._deadline = deadline
+        self._beginning = stages.beginning(request)
         self.jobs = AttemptJobs.draw(
             request,
             number,
@@ -208,7 +209,8 @@ class Attempt:
             EpdError: there is no worker.
         """
         near = None if self._prefill is None else self._prefill.worker
-        worker = self._stages.registry.choose(stage, progress.avoid[stage], near=near)
+        avoid = progress.avoid[stage]
+        worker = self._stages.registry.choose(stage, avoid, near, self._beginning)
         return self._stages.open(stage, worker, self._deadline, self._request.request_id)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -68,7 +68,9 @@ class Gateway:
         spec = loaded.spec
         self.registry = Registry(spec.fingerprint, spec.dtype, config.gateway.dead_s)
         self._connections = Connections(config.rpc)
-        stages = Stages(self.registry, self._connections, config, spec.fingerprint)
+        stages = Stages(
+            self.registry, self._connections, config, spec.fingerprint, spec.image_token_id
+        )
         self._pipeline = Pipeline(stages)
         self._prompts = prompts
         served = Served(spec, loaded.processor_digest, loaded.image_key)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import FinishReason, SampledToken, Stage
-from gateway.request import Accepted, Ended, NewTokens
+from gateway.prefixes import beginnings
+from gateway.request import Accepted, Ended, NewTokens, PlannedRequest
 from gateway.streams import Connections, StageFault, StageStream
 from gateway.timeline import Timeline
 from gateway.workers import Registry, Worker
@@ -27,10 +29,17 @@ class Stages:
     connections: Connections
     config: Config
     fingerprint: str
+    image_token_id: int
 
     @property
     def cancel_bound_s(self) -> float:
         return self.config.gateway.cancel_bound_s
+
+    def beginning(self, request: PlannedRequest) -> Sequence[bytes]:
+        """What the router knows this prompt by; nothing where it has no choice."""
+        if not self.registry.has_choice:
+            return ()
+        return beginnings(request, self.image_token_id, self.config.kv.block_tokens)
 
     def open(self, stage: Stage, worker: Worker, deadline: float, request_id: str) -> StageStream:
         """Start a call under the request's deadline (on the loop's clock)."""

@@ -4,11 +4,13 @@
 done first: what waits there and the image itself, in rows times what a row costs there.
 One that has the image already only has its queue to count. Among those that are about as
 good, the image's digest decides (rendezvous hashing), so that all gateways send the same
-picture to the same encoder, where its embedding may be kept.
+picture to the same encoder, where its embedding may be kept. A prompt goes to the prefill
+and the decode that were sent most of its beginning.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Protocol, TypeVar
@@ -40,11 +42,11 @@ def least_loaded(candidates: Sequence[C], turn: int) -> C:
     return best[turn % len(best)]
 
 
-def nearest(candidates: Sequence[C], near: C, turn: int) -> C:
-    """`near`, where handing over costs least, unless it has far more than its share."""
-    if any(candidate is near for candidate in candidates) and not _overloaded(near, candidates):
-        return near
-    return least_loaded(candidates, turn)
+def may_stay(candidates: Sequence[C], near: C) -> bool:
+    """Whether `near`, where handing over costs least, can be chosen: unless it has far
+    more than its share."""
+    here = any(candidate is near for candidate in candidates)
+    return here and not _overloaded(near, candidates)
 
 
 def _overloaded(one: C, candidates: Sequence[C]) -> bool:
@@ -52,7 +54,30 @@ def _overloaded(one: C, candidates: Sequence[C]) -> bool:
     return one.load >= 1 + _LOAD_BOUND * mean
 
 
-class Encoder(Candidate, Protocol):
+class Keeper(Candidate, Protocol):
+    @property
+    def life(self) -> Hashable:
+        """Another one after a restart: it keeps nothing of the life before."""
+        ...
+
+
+K = TypeVar("K", bound=Keeper)
+
+
+def for_prefix(candidates: Sequence[K], beginning: Sequence[bytes], kept: Kept, turn: int) -> K:
+    """The worker that was sent most of this prompt's beginning, whose KV it may still have,
+    unless it has far more than its share of work; `beginning` is named shortest first."""
+
+    def known(candidate: K) -> int:
+        have = (kept.has(name, candidate.life) for name in beginning)
+        return sum(itertools.takewhile(bool, have))
+
+    most = max(known(candidate) for candidate in candidates)
+    holders = [c for c in candidates if known(c) == most and not _overloaded(c, candidates)]
+    return least_loaded(holders or candidates, turn)
+
+
+class Encoder(Keeper, Protocol):
     @property
     def rows_ahead(self) -> int:
         """Rows of the images that would be encoded before a new one."""
@@ -63,18 +88,13 @@ class Encoder(Candidate, Protocol):
         """Measured; 0: not known yet."""
         ...
 
-    @property
-    def life(self) -> Hashable:
-        """Another one after a restart: it keeps nothing of the life before."""
-        ...
-
 
 E = TypeVar("E", bound=Encoder)
 
 
 class Kept:
-    """Which encoder was sent which image: what it may hold, or is making. Bounded: what
-    was sent longest ago is forgotten, as an encoder's own cache does."""
+    """Which worker was sent which image, or beginning of a prompt: what it may hold, or is
+    making. Bounded: what was sent longest ago is forgotten, as a worker's own cache does."""
 
     def __init__(self, most: int = 4096) -> None:
         self._most = most

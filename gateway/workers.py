@@ -33,6 +33,10 @@ class OpenStream(Protocol):
     def lose(self, error: EpdError) -> None: ...
 
 
+_BEGINNINGS = 1 << 16
+"""Blocks of prompts that are remembered, some 10 MB."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
     kv_tokens: int = 0
@@ -136,6 +140,7 @@ class Registry:
         self._workers: dict[str, Worker] = {}
         self._turn = 0
         self._kept = router.Kept()
+        self._begun = router.Kept(_BEGINNINGS)
         self._change = asyncio.Event()
 
     @property
@@ -235,9 +240,11 @@ class Registry:
         stage: Stage,
         avoid: Iterable[Worker] = (),
         near: Worker | None = None,
+        beginning: Sequence[bytes] = (),
     ) -> Worker:
         """A live worker, rather none of `avoid`, and rather `near`, if it hosts the stage:
-        the request's prefill is there, even if it drains.
+        the request's prefill is there, even if it drains. Else rather the one that may
+        have KV of the prompt's `beginning`, which counts as sent there now.
 
         Raises:
             EpdError: STAGE_UNAVAILABLE if none is live.
@@ -247,9 +254,18 @@ class Registry:
             live.append(near)
         candidates = _rather_not(live, avoid, stage)
         self._turn += 1
-        if near is not None:
-            return router.nearest(candidates, near, self._turn)
-        return router.least_loaded(candidates, self._turn)
+        if near is not None and router.may_stay(candidates, near):
+            chosen = near
+        else:
+            chosen = router.for_prefix(candidates, beginning, self._begun, self._turn)
+        for name in reversed(beginning):  # the longest is forgotten first
+            self._begun.sent(name, chosen.life)
+        return chosen
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether several workers do prefill, or decode."""
+        return any(len(self.live(stage)) > 1 for stage in KV_STAGES)
 
     def choose_encoder(self, digest: bytes, rows: int, avoid: Iterable[Worker] = ()) -> Worker:
         """A live encoder for an image; it counts as sent there.

@@ -17,6 +17,7 @@ Invariants of the cache (`check_integrity`):
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,9 @@ class BlockChain:
         block_tokens: int,
     ) -> None:
         self._block_tokens = block_tokens
-        self._rows = _image_rows(token_ids, items, image_token_id, prompt_length)
+        self._runs = _image_runs(token_ids, items, image_token_id, prompt_length)
+        self._at = 0
+        """Of the runs, the first that the next block may touch."""
         self._rest: list[int] = []
         """Tokens after the last full block."""
         self._parent = root
@@ -82,38 +85,59 @@ class BlockChain:
         start = len(self.hashes) * self._block_tokens
         hasher = blake3(self._parent)
         hasher.update(struct.pack(f"<{len(ids)}Q", *ids))
-        for digest, first, count in _runs(self._rows, start, start + len(ids)):
+        for digest, first, count in self._rows_in(start, start + len(ids)):
             hasher.update(struct.pack("<IQQ", len(digest), first, count) + digest)
         self._parent = hasher.digest()
         self.hashes.append(self._parent)
 
+    def _rows_in(self, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
+        """(digest, first row, number of rows) of the runs inside a block."""
+        runs = self._runs
+        while self._at < len(runs) and runs[self._at].stop <= start:
+            self._at += 1
+        for run in itertools.takewhile(lambda run: run.start < end, runs[self._at :]):
+            first = max(start, run.start)
+            yield run.digest, run.row + first - run.start, min(end, run.stop) - first
 
-def _image_rows(
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Placeholders [start, stop) of a sequence, and what they stand for."""
+
+    start: int
+    stop: int
+    digest: bytes
+    row: int
+    """Of the image, at `start`."""
+
+
+def _image_runs(
     token_ids: Sequence[int], items: Sequence[ImageItem], image_token_id: int, prompt_length: int
-) -> dict[int, tuple[bytes, int]]:
-    """Token index -> (image digest, row of that image). Rows fill placeholders in order."""
-    supply = ((item.digest, row) for item in items for row in range(item.rows))
+) -> list[_Run]:
+    """In order. Rows fill placeholders in order."""
+    if not items:
+        assert image_token_id not in token_ids[:prompt_length], "placeholders for 0 rows"
+        return []
     places = [i for i, token in enumerate(token_ids[:prompt_length]) if token == image_token_id]
-    rows = dict(zip(places, supply, strict=False))
-    assert len(rows) == len(places) == sum(item.rows for item in items), (
-        f"{len(places)} placeholders for {sum(item.rows for item in items)} rows"
-    )
-    return rows
-
-
-def _runs(
-    rows: dict[int, tuple[bytes, int]], start: int, end: int
-) -> Iterator[tuple[bytes, int, int]]:
-    """(digest, first row, number of rows) of each image with rows in [start, end)."""
-    inside = [rows[i] for i in range(start, end) if i in rows]
+    rows = sum(item.rows for item in items)
+    assert len(places) == rows, f"{len(places)} placeholders for {rows} rows"
+    runs: list[_Run] = []
     at = 0
-    while at < len(inside):
-        digest, first = inside[at]
-        stop = at + 1
-        while stop < len(inside) and inside[stop] == (digest, first + stop - at):
-            stop += 1
-        yield digest, first, stop - at
-        at = stop
+    for item in items:
+        runs += _runs(places[at : at + item.rows], item.digest)
+        at += item.rows
+    return runs
+
+
+def _runs(places: Sequence[int], digest: bytes) -> Iterator[_Run]:
+    """Of one image: a run for each stretch without a token between."""
+    row = 0
+    while row < len(places):
+        start, stop = places[row], len(places)
+        if places[-1] - start != stop - row - 1:  # something lies between, but where?
+            stop = next(i for i in range(row + 1, stop) if places[i] - start != i - row)
+        yield _Run(start, start + stop - row, digest, row)
+        row = stop
 
 
 CacheEvent = Literal["hit", "miss", "evicted"]

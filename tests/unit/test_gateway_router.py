@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -189,3 +190,69 @@ def test_the_encoder_to_avoid_is_the_last_choice() -> None:
 def test_ties_of_load_go_round_still() -> None:
     chosen = Counter(router.least_loaded(idle("abc"), turn).name for turn in range(9))
     assert set(chosen.values()) == {3}
+
+
+# --- prompts -----------------------------------------------------------------------------
+
+BEGINNING = [bytes([n]) for n in range(8)]
+
+
+def for_prefix(workers: list[Encoder], kept: Kept, names: list[bytes], turn: int = 0) -> str:
+    return router.for_prefix(workers, names, kept, turn).name
+
+
+def sent(kept: Kept, worker: str, names: list[bytes]) -> None:
+    for name in names:
+        kept.sent(name, worker)
+
+
+def test_a_prompt_goes_where_most_of_its_beginning_was_sent() -> None:
+    kept = Kept()
+    sent(kept, "b", BEGINNING[:3])
+    sent(kept, "c", BEGINNING[:5])
+    sent(kept, "d", BEGINNING[5:])  # of no use without what comes before
+    assert {for_prefix(idle(), kept, BEGINNING, turn) for turn in range(8)} == {"c"}
+    assert {for_prefix(idle(), kept, BEGINNING[:3], turn) for turn in range(8)} == {"b", "c"}
+    assert {for_prefix(idle(), kept, [b"new"], turn) for turn in range(8)} == set("abcd")
+
+
+def test_a_new_prompt_goes_to_the_least_loaded() -> None:
+    workers = [Encoder("a", load=2), Encoder("b", load=1)]
+    assert for_prefix(workers, Kept(), BEGINNING) == "b"
+    assert for_prefix(workers, Kept(), []) == "b"
+
+
+def test_a_busy_worker_shares_a_popular_beginning_with_others() -> None:
+    """All prompts begin with the same words: one worker must not get them all."""
+    kept, workers = Kept(), idle("abc")
+    for turn in range(60):
+        chosen = router.for_prefix(workers, BEGINNING[:2], kept, turn)
+        chosen.load += 1
+        sent(kept, chosen.name, BEGINNING[:2])
+    assert max(w.load for w in workers) - min(w.load for w in workers) < 20
+    assert min(w.load for w in workers) > 10
+
+
+def test_turns_of_a_conversation_stay_together_in_the_registry() -> None:
+    registry = Registry("f", "float32", 2.0, lambda: 0.0)
+    both = [_kv_worker(registry, f"w:{n}") for n in range(2)]
+    assert registry.has_choice
+    first = registry.choose(Stage.PREFILL, beginning=BEGINNING[:3])
+    first.running = 1  # the other would be the least loaded
+    assert registry.choose(Stage.PREFILL, beginning=BEGINNING[:6]) is first
+    assert registry.choose(Stage.PREFILL, [first], beginning=BEGINNING) is not first
+    assert registry.choose(Stage.PREFILL, beginning=[b"other"]) is not first
+    registry.drop(both[0], "test")
+    assert not registry.has_choice
+
+
+def _kv_worker(registry: Registry, address: str) -> Any:
+    card = Card(
+        address=address,
+        epoch=1,
+        stages=frozenset({Stage.PREFILL}),
+        fingerprint="f",
+        dtype="float32",
+        version=__version__,
+    )
+    return registry.join(card)

@@ -88,6 +88,28 @@ def test_another_image_changes_every_block_from_its_first_row_on(
         assert (x == y) == ((i + 1) * SIZE <= places[cut])
 
 
+@given(st.lists(st.sampled_from("tii"), max_size=30), st.data())
+def test_every_placeholder_of_a_block_enters_its_hash_with_its_row(
+    kinds: list[str], data: st.DataObject
+) -> None:
+    """Whatever lies between them."""
+    ids = [IMAGE if kind == "i" else 1 for kind in kinds]
+    rows = ids.count(IMAGE)
+    cut = data.draw(st.integers(0, rows))
+    items = tuple(item(name, n) for name, n in (("a", cut), ("b", rows - cut)) if n)
+    made = chain(ids, items)
+    made._at = 0
+    supply = iter([(i.digest, row) for i in items for row in range(i.rows)])
+    stands = [next(supply) if token == IMAGE else None for token in ids]
+    for start in range(0, len(ids) - SIZE + 1, SIZE):
+        found = [
+            (digest, first + n)
+            for digest, first, count in made._rows_in(start, start + SIZE)
+            for n in range(count)
+        ]
+        assert found == [row for row in stands[start : start + SIZE] if row]
+
+
 def test_rows_of_an_image_are_told_apart_by_their_offset() -> None:
     """Two cuts of the same pictures: same ids, same digests, other rows."""
     ids = [IMAGE] * 8
