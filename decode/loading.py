@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from decode.ticket import Ticket
 from epd.errors import EpdError, ErrorKind, invalid
@@ -17,6 +17,8 @@ from epd.transfer.contract import Handle, Span, mismatch
 from epd.transfer.pieces import Piece
 
 Share = Callable[[Sequence[int]], None]
+Replace = Callable[[int, int], None]
+"""Told a place of the table, and the block to use there."""
 
 
 class KvReader:
@@ -33,6 +35,8 @@ class KvReader:
         self._prefix = kv.prefix
         self._layout = kv.layout
         self._memory = memory
+        self._reading: dict[bytes, asyncio.Event] = {}
+        """Full blocks that are being read, by hash; set when that is over."""
 
     def announced(self, ticket: Ticket, first_block: int, handle: Handle, tokens: int) -> None:
         """Check an announcement and queue it for `load`.
@@ -56,14 +60,19 @@ class KvReader:
         ticket.pending.append(handle)
         ticket.arrived.set()
 
-    async def load(self, ticket: Ticket, blocks: Sequence[int], cached: int) -> None:
+    async def load(
+        self, ticket: Ticket, blocks: Sequence[int], cached: int, replace: Replace
+    ) -> None:
         """Read what is announced, as it is announced, until the whole request is in
         `blocks`, its table; the first `cached` are there already. They must not be
         reused before the engine says that no read of `ticket.read_key` is under way.
+        What another request is reading at the same time is not read again: `replace` is
+        told of its block.
 
         Raises:
             EpdError: TRANSFER_FAILED, CHECKSUM_MISMATCH, CONTRACT_MISMATCH.
         """
+        table = list(blocks)
         ticket.loaded_blocks = cached
         announced = 0
         while ticket.loaded_blocks < self._layout.blocks_for(ticket.total):
@@ -72,12 +81,67 @@ class KvReader:
             while ticket.pending:
                 handle = ticket.pending.popleft()
                 first, announced = announced, announced + len(handle.spans)
-                here = ticket.loaded_blocks
-                if here < announced:
-                    spans = handle.spans[here - first :]
-                    await self._read(ticket, blocks[here:announced], handle, spans)
-                    self._cache(ticket, blocks, here, announced)
+                lacking = range(max(first, ticket.loaded_blocks), announced)
+                if lacking:
+                    await self._bring(ticket, table, lacking, handle, first, replace)
                     ticket.loaded_blocks = announced
+
+    async def _bring(
+        self,
+        ticket: Ticket,
+        table: list[int],
+        places: Sequence[int],
+        handle: Handle,
+        first: int,
+        replace: Replace,
+    ) -> None:
+        """Fill places of the table: read the blocks, or wait for who reads the same ones.
+        If that comes to nothing, read them after all; `first` is the handle's place."""
+        names = dict(enumerate(ticket.chain.hashes)) if self._prefix.enabled else {}
+        while places:
+            ours = [i for i in places if not self._comes(names.get(i))]
+            await self._read_ours(ticket, table, ours, handle, first, names)
+            theirs, places = [i for i in places if i not in ours], []
+            for place in theirs:
+                block = await self._joined(names[place])
+                if block is None:
+                    places.append(place)
+                else:
+                    replace(place, block)
+                    table[place] = block
+
+    def _comes(self, name: bytes | None) -> bool:
+        """Whether a block is being read for somebody else, or is here already."""
+        return name is not None and (name in self._reading or self._prefix.has(name))
+
+    async def _joined(self, name: bytes) -> int | None:
+        if name in self._reading:
+            await self._reading[name].wait()
+        return self._prefix.join(name)
+
+    async def _read_ours(
+        self,
+        ticket: Ticket,
+        table: Sequence[int],
+        places: Sequence[int],
+        handle: Handle,
+        first: int,
+        names: Mapping[int, bytes],
+    ) -> None:
+        """Only full blocks have a name, and are kept: the last one will be written to."""
+        if not places:
+            return
+        named = [i for i in places if i in names]
+        over = asyncio.Event()
+        self._reading.update((names[i], over) for i in named)
+        try:
+            spans = [handle.spans[i - first] for i in places]
+            await self._read(ticket, [table[i] for i in places], handle, spans)
+            self._prefix.insert([names[i] for i in named], [table[i] for i in named])
+        finally:
+            for i in named:
+                del self._reading[names[i]]
+            over.set()
 
     async def adopt(self, ticket: Ticket, own: Sequence[int], share: Share) -> None:
         """Take over what is announced, as it is announced, where prefill is in this
@@ -109,11 +173,6 @@ class KvReader:
                 ErrorKind.TRANSFER_FAILED, "prefill in this process no longer leases these blocks"
             )
         return blocks
-
-    def _cache(self, ticket: Ticket, blocks: Sequence[int], first: int, stop: int) -> None:
-        """Only full blocks have a hash: the last one will be written to."""
-        hashes = ticket.chain.hashes[first:stop]
-        self._prefix.insert(hashes, blocks[first : first + len(hashes)])
 
     async def _read(
         self, ticket: Ticket, blocks: Sequence[int], handle: Handle, spans: Sequence[Span]

@@ -197,6 +197,13 @@ class Scheduler:
         sequence.blocks[at:at] = blocks
         sequence.adopted += len(blocks)
 
+    def replace(self, key: int, index: int, block: int) -> None:
+        """Another block with the same content takes a place of the request's table; the
+        request holds it already, and its own is free."""
+        sequence = self._all[key]
+        own, sequence.blocks[index] = sequence.blocks[index], block
+        self._blocks.free([own])
+
     def start(self, key: int) -> None:
         """All its KV is here and the first token is known. Ignored once preempted."""
         sequence = self._all.get(key)

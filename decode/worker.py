@@ -179,7 +179,12 @@ class DecodeWorker:
                     ticket, place.blocks, lambda blocks: self._scheduler.adopt(ticket.key, blocks)
                 )
             else:
-                await self._reader.load(ticket, place.blocks, place.cached)
+                await self._reader.load(
+                    ticket,
+                    place.blocks,
+                    place.cached,
+                    lambda at, block: self._scheduler.replace(ticket.key, at, block),
+                )
         except EpdError as error:
             self._fail(ticket, error)
             return

@@ -140,7 +140,7 @@ def _runs(places: Sequence[int], digest: bytes) -> Iterator[_Run]:
         row = stop
 
 
-CacheEvent = Literal["hit", "miss", "evicted"]
+CacheEvent = Literal["hit", "joined", "miss", "evicted"]
 Count = Callable[[CacheEvent, int], None]
 """Told of what happens in a cache, and how often: for metrics."""
 
@@ -218,6 +218,23 @@ class PrefixCache:
                 break
             found.append(block)
         return found
+
+    @property
+    def enabled(self) -> bool:
+        return self._enabled
+
+    def has(self, digest: bytes) -> bool:
+        """Whether a block can be found under this hash."""
+        return digest in self._blocks
+
+    def join(self, digest: bytes) -> int | None:
+        """The block that somebody else has brought meanwhile, with the caller as a holder;
+        it counts as joined."""
+        block = self._blocks.get(digest)
+        if block is not None:
+            self._allocator.share(block)
+            self._count("joined", 1)
+        return block
 
     def knows(self, block: int) -> bool:
         """Whether the block can be found."""

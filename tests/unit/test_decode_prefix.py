@@ -237,3 +237,61 @@ async def test_blocks_are_read_while_a_step_runs(bench: Bench) -> None:
     for ticket in (running, newcomer):
         await drain(ticket)
         bench.worker.close(ticket)
+
+
+async def three_at_once(bench: Bench, ids: list[int]) -> list[Any]:
+    """Choices of one prompt: their reads are all under way when this returns."""
+    bench.memory.engine.gate.clear()
+    tickets = [await bench.join(ids, 60 + n, max_tokens=3) for n in range(3)]
+    await asyncio.sleep(0.02)
+    return tickets
+
+
+async def finished(bench: Bench, ticket: Any) -> tuple[float, list[int]]:
+    """(blocks that it read, ids that it made)."""
+    events = await drain(ticket)
+    bench.worker.close(ticket)
+    made = [event.token.id for event in events if isinstance(event, TokenMade)]
+    return ticket.transfer_bytes / bench.owner.layout.block_bytes, made
+
+
+async def test_choices_that_begin_together_share_one_read(bench: Bench) -> None:
+    tickets = await three_at_once(bench, list(range(20, 30)))
+    bench.memory.engine.gate.set()
+    results = [await finished(bench, ticket) for ticket in tickets]
+    assert [read for read, _ in results] == [3, 1, 1], "each its own last block"
+    assert [made for _, made in results] == [[61, 62], [62, 63], [63, 64]]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "closed", "damaged"])
+async def test_when_the_reader_comes_to_nothing_the_others_read(bench: Bench, how: str) -> None:
+    ids = list(range(20, 30))
+    tickets = await three_at_once(bench, ids)
+    if how == "cancelled":
+        bench.worker.cancel(tickets[0])
+    elif how == "closed":
+        bench.worker.close(tickets[0])
+    else:
+        bench.owner.k(0)[1] = 77  # the first one's source only
+    bench.memory.engine.gate.set()
+    if how == "damaged":
+        with pytest.raises(EpdError):
+            await drain(tickets[0])
+    elif how == "cancelled":
+        await drain(tickets[0])
+    bench.worker.close(tickets[0])
+    results = [await finished(bench, ticket) for ticket in tickets[1:]]
+    assert sorted(read for read, _ in results) == [1, 3]
+    assert [made for _, made in results] == [[62, 63], [63, 64]]
+    chained = bench.kv.chain(ids, (), image_token_id=IMAGE, prompt_length=10, salt=b"").hashes
+    found = bench.kv.prefix._longest(chained)
+    check_content(bench, {b: ids[i * BLOCK : (i + 1) * BLOCK] for i, b in enumerate(found)})
+    assert len(found) == 2
+
+
+async def test_switched_off_choices_read_each_for_itself() -> None:
+    bench = Bench(decode__prefix_cache=False)
+    tickets = await three_at_once(bench, list(range(20, 30)))
+    bench.memory.engine.gate.set()
+    assert [(await finished(bench, ticket))[0] for ticket in tickets] == [3, 3, 3]
+    await bench.worker.shut_down()
