@@ -248,24 +248,3 @@ def test_switched_off_nothing_is_found_and_the_answers_are_the_same(
     assert blocks_read(off, without[1]) == blocks(prompt_tokens(without[1]))
     assert said(on[0]) == said(on[1]) == said(without[0]) == said(without[1])
     off.assert_clean()
-
-
-def test_a_conversation_stays_with_its_workers(make_cluster: MakeCluster) -> None:
-    """Two of each: every turn finds the one before it, and different conversations spread."""
-    house = make_cluster(
-        counts={"prefill": 2, "decode": 2}, settings={"kv.block_tokens": BLOCK, "model.exact": True}
-    )
-    for number in range(4):
-        messages = [user(f"{number}: " + LONG)]
-        before = ask(house, *messages, max_tokens=8)
-        for turn in range(3):
-            reply = before["choices"][0]["message"]["content"]
-            messages += [{"role": "assistant", "content": reply}, user(f"Turn {turn}, more?")]
-            answer = ask(house, *messages, max_tokens=8)
-            assert cached(answer) >= prompt_tokens(before) // BLOCK * BLOCK
-            assert blocks_read(house, answer) < blocks(prompt_tokens(answer)) / 2
-            before = answer
-    for stage in ("prefill", "decode"):
-        steps = [house.worker(stage, index).debug_state()["steps"] for index in range(2)]
-        assert all(steps), f"one {stage} worker did it all: {steps}"
-    house.assert_clean()
