@@ -143,11 +143,15 @@ def build_app(service: ChatService, vocab_size: int, fingerprint: str) -> FastAP
 
 
 def why_not_ready(service: ChatService) -> str:
-    """ "" when every stage has a worker and this gateway takes requests."""
+    """ "" when every stage has a worker and this gateway takes requests. A service that was
+    started without encoders (``epd serve --encode 0``) is for text alone and needs none."""
     if service.draining:
         return "draining"
     registry = service.pipeline.stages.registry
-    missing = [str(stage) for stage in Stage if not registry.live(stage)]
+    serve = service.config.serve
+    text_only = serve.encode == 0 and not serve.stages
+    needed = [stage for stage in Stage if not (text_only and stage is Stage.ENCODE)]
+    missing = [str(stage) for stage in needed if not registry.live(stage)]
     return f"no worker of: {', '.join(missing)}" if missing else ""
 
 

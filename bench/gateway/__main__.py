@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -29,6 +30,7 @@ import psutil
 
 from bench.gateway.clients import Outcome, request, run
 from bench.gateway.engine import DTYPE
+from epd.lifetime import expect_parent
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "demo" / "checkpoint"
 _READY_S = 120
@@ -69,7 +71,12 @@ class Round:
 @contextmanager
 def child(*arguments: str) -> Iterator[tuple[psutil.Process, dict[str, Any]]]:
     """A process of this interpreter that prints READY, with what it says there."""
-    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=expect_parent(dict(os.environ)),
+    )
     assert process.stdout is not None
     timer = threading.Timer(_READY_S, process.kill)
     timer.start()

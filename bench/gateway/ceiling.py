@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.gateway.engine import Ticks
 from epd.config import GatewayConfig
+from epd.lifetime import die_with_expected_parent
 from gateway.http_server import HttpServer
 
 EVENT = (
@@ -51,4 +52,5 @@ async def main(tokens: int, rate: float) -> None:
 
 
 if __name__ == "__main__":
+    die_with_expected_parent()
     asyncio.run(main(int(sys.argv[1]), float(sys.argv[2])))

@@ -17,6 +17,7 @@ import grpc.aio
 
 from epd import __version__
 from epd.config import RpcConfig
+from epd.lifetime import die_with_expected_parent
 from epd.rpc.server import Server
 from protos.epd.v1 import (
     common_pb2,
@@ -142,4 +143,5 @@ async def main(membership: str, fingerprint: str, tokens: int, rate: float) -> N
 
 
 if __name__ == "__main__":
+    die_with_expected_parent()
     asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))

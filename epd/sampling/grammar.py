@@ -26,6 +26,10 @@ from epd.jobs import Grammar, GrammarKind
 MAX_GRAMMAR_BYTES: Final = 256 << 10
 """No grammar that a peer sends is longer; `limits.max_grammar_bytes` is the clients' limit."""
 _MAX_COMPILED: Final = 200_000
+_LEXER_FUEL: Final = 200_000
+_ROW_ITEMS: Final = 50_000
+"""Work of one mask; a grammar that needs more fails, the same in every process. The
+costliest mask that was found under these takes 15 ms (docs/api.md)."""
 _WAITING: Final = 64
 """Grammars that wait for the compiling thread."""
 _JSON_FORMAT: Final = {
@@ -120,7 +124,9 @@ class Grammars:
     def build(self, grammar: Grammar, output_ids: Sequence[int]) -> Matcher:
         """`compile`, in this thread."""
         tokenizer = self._load()
-        limits = LLParserLimits(max_grammar_size=_MAX_COMPILED)
+        limits = LLParserLimits(
+            max_grammar_size=_MAX_COMPILED, step_lexer_fuel=_LEXER_FUEL, step_max_items=_ROW_ITEMS
+        )
         made = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
         if made.is_error():
             raise invalid(f"grammar: {made.get_error().strip()}", "grammar")

@@ -276,6 +276,24 @@ async def test_ready_says_which_stage_is_missing(empty: House) -> None:
     assert reply.json()["live_workers"] == {"encode": 1, "prefill": 1, "decode": 1}
 
 
+async def test_without_encoders_on_purpose_text_is_served(loaded: Loaded) -> None:
+    tree = config().model_dump()
+    tree["serve"]["encode"] = 0
+    house = House(loaded, Config.model_validate(tree))
+    await house.start()
+    try:
+        assert (await get(house.http, "/ready")).status == 503
+        for stage in (Stage.PREFILL, Stage.DECODE):
+            await house.add(stage)
+        assert (await get(house.http, "/ready")).status == 200
+        assert (await house.chat()).status == 200
+        reply = await house.chat(images=1)
+        assert (reply.status, reply.json()["error"]["code"]) == (503, "stage_unavailable")
+        await house.settled()
+    finally:
+        await house.close()
+
+
 async def test_a_dead_encoders_image_goes_to_another(house: House) -> None:
     await house.add(Stage.ENCODE, "encode-1")
     died = asyncio.Event()
