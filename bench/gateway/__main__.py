@@ -39,6 +39,7 @@ _SET = {
     "gateway.grpc_port": 0,
     "gateway.membership_port": 0,
     "gateway.max_connections": 10_000,
+    "gateway.dead_s": 60,  # on a full machine the engine's own loop may lag
     "limits.max_inflight": 10_000,
     "limits.max_context": 4096,
     "model.dtype": DTYPE,
@@ -92,7 +93,11 @@ def child(*arguments: str) -> Iterator[tuple[psutil.Process, dict[str, Any]]]:
     finally:
         timer.cancel()
         process.terminate()
-        process.wait(30)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def measure(server: psutil.Process, address: str, raw: bytes, clients: int, ramp_s: float) -> Round:
@@ -125,7 +130,7 @@ def show(name: str, rounds: list[Round], tokens: int) -> float:
     last = rounds[-1]
     wanted = len(last.outcomes) * tokens
     per_token = statistics.median(one.cpu_s / wanted * 1e3 for one in rounds)
-    firsts = sorted(one.first - one.sent for round in rounds for one in round.outcomes)
+    firsts = sorted(one.first - one.sent for round in rounds for one in round.outcomes if one.first)
     busy = statistics.median(one.events / one.cpu_s for one in rounds)
     print(
         f"| {name} | {len(last.outcomes)} | {sum(len(one.broken) for one in rounds)} "
