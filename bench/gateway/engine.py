@@ -38,7 +38,7 @@ def token(index: int) -> common_pb2.Token:
     return common_pb2.Token(id=_FIRST_ID + index % _IDS)
 
 
-async def first(requests: AsyncIterator[Any]) -> Any:
+async def job_of(requests: AsyncIterator[Any]) -> Any:
     """The job; a call that is given up before it has said anything is only cancelled."""
     async for request in requests:
         return request.job
@@ -72,7 +72,7 @@ class Prefill(prefill_pb2_grpc.PrefillServicer):
     async def Run(  # type: ignore[override]
         self, requests: AsyncIterator[prefill_pb2.PrefillRequest], context: Any
     ) -> None:
-        job = await first(requests)
+        job = await job_of(requests)
         total = len(job.token_ids)
         event = prefill_pb2.PrefillEvent
         await context.write(event(admitted=prefill_pb2.Admitted(position_delta=0)))
@@ -95,7 +95,7 @@ class Decode(decode_pb2_grpc.DecodeServicer):
     async def Run(  # type: ignore[override]
         self, requests: AsyncIterator[decode_pb2.DecodeRequest], context: Any
     ) -> None:
-        job = await first(requests)
+        job = await job_of(requests)
         event = decode_pb2.DecodeEvent
         await context.write(event(admitted=decode_pb2.DecodeAdmitted()))
         await context.write(event(kv_fetched=decode_pb2.KvFetched()))
