@@ -86,6 +86,7 @@ class Attempt:
     async def _run_prefill(self) -> None:
         self._timeline.begin("admission")
         stream = self._prefill = self.open(Stage.PREFILL, self._group[0])
+        self._encoding.near = stream.worker
         stream.send(self.jobs.prefill())
         try:
             while (event := await stream.next()) is not None:

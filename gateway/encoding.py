@@ -15,6 +15,7 @@ from epd.jobs import Stage
 from gateway.jobs import AttemptJobs
 from gateway.progress import Progress, Stages, broken
 from gateway.streams import StageFault, StageStream
+from gateway.workers import Worker
 from protos.epd.v1 import prefill_pb2
 
 _TRIES = 3
@@ -43,6 +44,8 @@ class Encoding:
         """By image: who announced its embedding. Other encoders have nothing to lose."""
         self._holding: dict[int, asyncio.Task[None]] = {}
         self._doubted = False
+        self.near: Worker | None = None
+        """Where the request is prefilled."""
 
     async def run(self, index: int) -> None:
         """Encode one image and hold its lease until `fetched`.
@@ -119,7 +122,7 @@ class Encoding:
     def _open(self, index: int) -> StageStream:
         request = self._jobs.request
         avoid, item = self._progress.avoid[Stage.ENCODE], request.items[index]
-        worker = self._stages.registry.choose_encoder(item.digest, item.rows, avoid)
+        worker = self._stages.registry.choose_encoder(item.digest, item.rows, avoid, self.near)
         stream = self._stages.open(Stage.ENCODE, worker, self._deadline, request.request_id)
         self.streams.append(stream)
         stream.send(self._jobs.encode(index))

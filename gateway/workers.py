@@ -249,10 +249,7 @@ class Registry:
         Raises:
             EpdError: STAGE_UNAVAILABLE if none is live.
         """
-        live = self.live(stage)
-        if near is not None and near.state == "draining" and stage in near.card.stages:
-            live.append(near)
-        candidates = _rather_not(live, avoid, stage)
+        candidates = _rather_not(self._within_reach(stage, near), avoid, stage)
         self._turn += 1
         if near is not None and router.may_stay(candidates, near):
             chosen = near
@@ -267,13 +264,25 @@ class Registry:
         """Whether several workers do prefill, or decode."""
         return any(len(self.live(stage)) > 1 for stage in KV_STAGES)
 
-    def choose_encoder(self, digest: bytes, rows: int, avoid: Iterable[Worker] = ()) -> Worker:
-        """A live encoder for an image; it counts as sent there.
+    def _within_reach(self, stage: Stage, near: Worker | None) -> list[Worker]:
+        """Live workers, and `near` although it drains: its own requests end there."""
+        drains = near is not None and near.state == "draining" and stage in near.card.stages
+        return [*self.live(stage), *([near] if drains and near is not None else [])]
+
+    def choose_encoder(
+        self,
+        digest: bytes,
+        rows: int,
+        avoid: Iterable[Worker] = (),
+        near: Worker | None = None,
+    ) -> Worker:
+        """An encoder for an image; it counts as sent there. Live, or where the request's
+        prefill is (`near`), even if that drains.
 
         Raises:
-            EpdError: STAGE_UNAVAILABLE if none is live.
+            EpdError: STAGE_UNAVAILABLE if there is none.
         """
-        candidates = _rather_not(self.live(Stage.ENCODE), avoid, Stage.ENCODE)
+        candidates = _rather_not(self._within_reach(Stage.ENCODE, near), avoid, Stage.ENCODE)
         encoder = router.for_image(candidates, digest, rows, self._kept)
         if not self._kept.has(digest, encoder.life):
             encoder.pending_rows += rows

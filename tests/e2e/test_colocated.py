@@ -114,3 +114,53 @@ def test_a_killed_process_is_503_and_works_when_it_is_back(make_cluster: MakeClu
     cluster.restart("decode")
     assert "red" in str(ask(cluster, picture("red_circle.png"), COLOUR)["content"])
     cluster.assert_clean()
+
+
+async def test_a_process_that_is_told_to_stop_ends_what_it_began(make_cluster: MakeCluster) -> None:
+    """Admitted or not when the signal comes: each request is answered, or told why not."""
+    cluster = make_cluster(groups=GROUPS["monolithic"])
+    member = cluster.worker("decode")
+    body = {"model": cluster.model, "temperature": 0, "stream": True, "max_tokens": 40}
+    connections = []
+    for shade in range(4):
+        body["messages"] = [user(grey_png(120, 100, 60 + shade), "Describe the image.")]
+        raw = json.dumps(body).encode()
+        connections.append(
+            await Connection.send(cluster.address, "POST", "/v1/chat/completions", raw)
+        )
+    await connections[0].head()  # the first has its first token
+    member.send(signal.SIGTERM)
+    replies = [connections[0].events(), *(await asyncio.gather(*map(reply, connections[1:])))]
+    events = [event async for event in replies[0]]
+    assert events[-1] == "[DONE]"
+    assert events[-2]["choices"][0]["finish_reason"] in ("stop", "length")
+    assert all(status in (200, 503) for status in replies[1:])
+    assert member.process is not None
+    assert await asyncio.to_thread(member.process.wait, 20) == 0
+    cluster.restart("decode")
+    cluster.assert_clean()
+
+
+async def reply(connection: Connection) -> int:
+    return (await connection.reply()).status
+
+
+def test_another_process_takes_over_when_decode_dies(make_cluster: MakeCluster) -> None:
+    """prefill+decode beside a decode: whichever dies, requests end whole or typed, and the
+    other goes on."""
+    cluster = make_cluster(groups=GROUPS["mixed"])
+    data = picture("three_shapes.png")
+    expected = ask(cluster, data, "Describe the image.")
+    body = {"messages": [user(data, "Describe the image.")], "temperature": 0}
+    body["model"] = cluster.model
+    lone = next(member for member in cluster.workers if member.role == "decode")
+    with ThreadPoolExecutor(6) as pool:
+        replies = [pool.submit(cluster.chat, body) for _ in range(6)]
+        lone.end(signal.SIGKILL)
+        done = [one.result() for one in replies]
+    for one in done:
+        assert one.status in (200, 503)
+        if one.status == 200:
+            assert one.json["choices"][0]["message"] == expected
+    assert ask(cluster, data, "Describe the image.") == expected
+    cluster.assert_clean()

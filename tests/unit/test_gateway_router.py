@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from epd import __version__
+from epd.errors import EpdError
 from epd.jobs import Stage
 from gateway import router
 from gateway.router import Kept, for_image
@@ -185,6 +187,15 @@ def test_the_encoder_to_avoid_is_the_last_choice() -> None:
         assert registry.choose_encoder(bytes([number]), ROWS, [one]) is other
     registry.drop(other, "gone")
     assert registry.choose_encoder(b"x", ROWS, [one]) is one
+
+
+def test_a_draining_process_encodes_for_the_requests_that_it_prefills() -> None:
+    registry = Registry("f", "float32", 2.0, lambda: 0.0)
+    both = registry.join(replace(card("a:1"), stages=frozenset(Stage), kv_layout="l"))
+    both.draining = True
+    assert registry.choose_encoder(b"x", ROWS, near=both) is both
+    with pytest.raises(EpdError):
+        registry.choose_encoder(b"x", ROWS)
 
 
 def test_ties_of_load_go_round_still() -> None:
