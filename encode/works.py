@@ -183,7 +183,7 @@ class Works:
             work.queue_ms = work.since.ms - work.preprocess_ms
         results = await self.steps.run(lambda: self._forward(batch), len(batch))
         self.batcher.complete(numbers)
-        self._cost_us = _MEMORY * self._cost_us + 1000 * watch.ms
+        self._cost_us = _MEMORY * self._cost_us + 1000 * self.steps.last_ms
         self._cost_rows = _MEMORY * self._cost_rows + sum(w.job.item.rows for w in batch)
         for work, result in zip(batch, results, strict=True):
             work.run_ms = watch.ms

@@ -244,7 +244,7 @@ class PrefillWorker:
             self._announce(ticket, chunk.start)  # a cached prefix, before its first step
         watch = Stopwatch()
         outcomes = await self._run(work)
-        self._budget.observe(sum(chunk.tokens for chunk in chunks), watch.ms)
+        self._budget.observe(sum(chunk.tokens for chunk in chunks), self.steps.last_ms)
         for (chunk, ticket), outcome in zip(work, outcomes, strict=True):
             ticket.in_step = False
             ticket.run_ms += watch.ms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -164,6 +165,23 @@ async def test_stages_on_one_thread_take_turns_and_wake_each_other() -> None:
     assert order in (["a", "b"] * 3, ["b", "a"] * 3)
     for one in loops.values():
         await one.close()
+
+
+async def test_a_step_is_timed_without_its_wait_for_the_others() -> None:
+    """Else decode's steps would make prefill's tokens look dear, and its chunks shrink."""
+    thread = EngineThread("both")
+
+    async def step() -> bool:
+        return False
+
+    slow, quick = (StepLoop(name, step, lambda: False, thread) for name in ("slow", "quick"))
+    await asyncio.gather(
+        slow.run(lambda: time.sleep(0.2), 1), quick.run(lambda: time.sleep(0.001), 1)
+    )
+    assert slow.last_ms >= 200
+    assert quick.last_ms < 100
+    for loop in (slow, quick):
+        await loop.close()
 
 
 @pytest.mark.parametrize("stage", [Stage.PREFILL, Stage.DECODE])
