@@ -77,8 +77,8 @@ class Prefill(prefill_pb2_grpc.PrefillServicer):
         event = prefill_pb2.PrefillEvent
         await context.write(event(admitted=prefill_pb2.Admitted(position_delta=0)))
         await context.write(event(kv_ready=prefill_pb2.KvReady(first_block=0, tokens=total)))
-        first = prefill_pb2.FirstToken(token=token(0), kv_tokens=total)
-        await context.write(event(first_token=first))
+        given = prefill_pb2.FirstToken(token=token(0), kv_tokens=total)
+        await context.write(event(first_token=given))
         async for request in requests:
             if request.HasField("cancel"):
                 terminal = common_pb2.ReadsTerminal(clean=True)
