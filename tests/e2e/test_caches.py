@@ -132,6 +132,7 @@ def test_a_picture_seen_before_is_not_encoded_again_behind_other_words(cluster: 
     """No common prefix: the rows are in landing memory. A dead encoder would not matter."""
     shown = grey_png(96, 96, 100)
     first = ask(cluster, user("First, ", shown, "what is this?"))
+    cluster.assert_clean()  # its stream to encode has ended, and is counted
     encode = cluster.worker("encode").debug_state()["steps"]
     streams = count(cluster, "encode", "epd_requests_total")
     hits = count(cluster, "prefill", "epd_cache_lookups_total", cache="landing", outcome="hit")
