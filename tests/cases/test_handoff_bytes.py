@@ -25,7 +25,8 @@ from epd.rpc.status import from_rpc_error
 from protos.epd.v1 import common_pb2, decode_pb2, prefill_pb2
 from tests.cases.pictures import counter
 from tests.conftest import TinyCheckpoint
-from tests.e2e.stage_driver import Client, Planner, Request, Stages, greedy
+from tests.e2e.stage_driver import Client, Planner, Request, greedy
+from tests.e2e.stage_processes import Stages
 from tests.tiny.reference import reference_generate
 
 pytestmark = pytest.mark.timeout(240)

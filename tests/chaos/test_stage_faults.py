@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 
 from tests.conftest import TinyCheckpoint
-from tests.e2e.stage_driver import Client, Planner, Request, StageFailed, Stages
+from tests.e2e.stage_driver import Client, Planner, Request, StageFailed
+from tests.e2e.stage_processes import Stages
 from tests.tiny.reference import reference_generate
 
 pytestmark = pytest.mark.timeout(200)

@@ -15,6 +15,12 @@ from openai import OpenAI
 
 from tests.e2e.cluster import ROOT, Cluster
 from tests.e2e.gateway_house import empty, house, loaded  # noqa: F401 (fixtures)
+from tests.e2e.stage_house import (  # noqa: F401 (fixtures)
+    checkpoint,
+    planner,
+    stage_client,
+    stages,
+)
 
 MakeCluster = Callable[..., Cluster]
 PICTURES = ROOT / "demo" / "pictures"

@@ -18,8 +18,9 @@ from tests.conftest import TinyCheckpoint
 from tests.e2e.cluster import Cluster
 from tests.e2e.conftest import COLOUR, MakeCluster, grey_png, picture, user
 from tests.e2e.http_client import Connection
-from tests.e2e.stage_driver import Client, Planner, Request, Stages, next_event, png
-from tests.e2e.test_stages import IMAGES, ONE, SETTINGS, drain, reference, typed
+from tests.e2e.stage_driver import Client, Planner, Request, next_event, png
+from tests.e2e.stage_house import IMAGES, ONE, SETTINGS, drain, reference, typed
+from tests.e2e.stage_processes import Stages
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -21,15 +21,8 @@ from epd.errors import EpdError, ErrorKind
 from epd.rpc.status import from_rpc_error
 from protos.epd.v1 import decode_pb2, prefill_pb2
 from tests.conftest import TinyCheckpoint
-from tests.e2e.stage_driver import (
-    Client,
-    Planner,
-    Request,
-    StageProcess,
-    Stages,
-    greedy,
-    next_event,
-)
+from tests.e2e.stage_driver import Client, Planner, Request, greedy, next_event
+from tests.e2e.stage_processes import StageProcess, Stages
 from tests.tiny.reference import reference_generate
 
 pytestmark = pytest.mark.timeout(300)

@@ -1,0 +1,206 @@
+"""Cases IMG-*: files that would cost time or memory: bombs, lies in headers, endless decoding."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from epd import images
+from epd.config import LimitsConfig
+from epd.errors import EpdError
+from tests.cases.pictures import (
+    ask,
+    body,
+    chunk,
+    counter,
+    file,
+    noise,
+    png,
+    quad,
+    refused,
+    scan_bomb,
+    solid,
+)
+from tests.e2e.cluster import Cluster
+
+LIMITS = LimitsConfig()
+
+
+def memory(cluster: Cluster) -> int:
+    """Resident bytes of gateway and encoder, with their children."""
+    owners = [psutil.Process(cluster.worker(role).pid) for role in ("gateway", "encode")]
+    family = [p for owner in owners for p in (owner, *owner.children(recursive=True))]
+    return sum(process.memory_info().rss for process in family if process.is_running())
+
+
+@contextmanager
+def peak_growth(cluster: Cluster) -> Iterator[Callable[[], int]]:
+    """Yields a function that gives the most that memory has grown since."""
+    start, peak, done = memory(cluster), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            peak[0] = max(peak[0], memory(cluster) - start)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: peak[0]
+    finally:
+        done.set()
+        thread.join()
+
+
+def broken_data() -> bytes:
+    good = file(noise(64, 64))
+    at = good.index(b"IDAT") + 40
+    return good[:at] + bytes([good[at] ^ 0x55]) + good[at + 1 :]
+
+
+def test_img_02_broken_data_does_not_spin(cluster: Cluster) -> None:
+    encode = psutil.Process(cluster.worker("encode").pid)
+    family = [encode, *encode.children(recursive=True)]
+    pids = {process.pid for process in family}
+    tried = "epd_requests_total"
+    before = counter(cluster.worker("encode").metrics(), tried)
+    with ThreadPoolExecutor(2) as pool:
+        bad = pool.submit(ask, cluster, broken_data())
+        good = pool.submit(ask, cluster, file(quad()))
+        refused(bad.result(), "damaged")
+        assert good.result().status == 200
+    cluster.assert_clean()
+    assert counter(cluster.worker("encode").metrics(), tried) == before + 2, "tried again"
+
+    def busy() -> float:
+        times = [process.cpu_times() for process in family]
+        return sum(one.user + one.system for one in times)
+
+    start = busy()
+    time.sleep(2)
+    assert busy() - start < 0.5, "something goes on with a request that has failed"
+    assert {p.pid for p in (encode, *encode.children(recursive=True))} == pids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_img_13_aspect_ratio_is_checked_in_the_header(cluster: Cluster, stream: bool) -> None:
+    for size in ((1093, 5), (5, 1093), (1, 10000)):
+        refused(ask(cluster, file(noise(*size)), stream=stream), "more than 200 times the other")
+    assert ask(cluster, file(noise(2000, 10))).status == 200, "exactly 200 is allowed"
+    assert ask(cluster, file(noise(332, 27))).status == 200
+
+
+def whole_bomb(width: int, height: int, depth: int) -> bytes:
+    """A valid gray PNG: small to send, huge to decode."""
+    packer = zlib.compressobj(9)
+    line = bytes(1 + width * depth // 8)
+    data = b"".join(packer.compress(line * 1000) for _ in range(height // 1000)) + packer.flush()
+    header = struct.pack(">IIBBBBB", width, height, depth, 0, 0, 0, 0)
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def test_img_15_too_many_pixels_cost_nothing(cluster: Cluster) -> None:
+    """169 megapixels, valid, a few hundred KB: eight at once, and a small picture beside."""
+    bomb = whole_bomb(13000, 13000, 8)
+    assert len(bomb) < 400_000
+    ask(cluster, file(quad()))
+    with peak_growth(cluster) as growth, ThreadPoolExecutor(9) as pool:
+        bombs = [pool.submit(ask, cluster, bomb) for _ in range(8)]
+        small = pool.submit(ask, cluster, file(quad()))
+        for reply in bombs:
+            refused(reply.result(), "13000 x 13000", code="image_too_large")
+            assert reply.result().seconds < 5
+        assert small.result().status == 200
+        assert growth() < 100 << 20
+
+
+def gif_header(width: int, height: int) -> bytes:
+    return b"GIF89a" + struct.pack("<HHBBB", width, height, 0, 0, 0) + frame(width, height)
+
+
+def frame(width: int, height: int) -> bytes:
+    return b"," + struct.pack("<HHHHB", 0, 0, width, height, 0) + b"\x02\x02\x44\x01\0;"
+
+
+def bmp_header(width: int, height: int) -> bytes:
+    info = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 24, 0, 0, 0, 0, 0, 0)
+    return b"BM" + struct.pack("<IHHI", 54, 0, 0, 54) + info + bytes(100)
+
+
+BOMBS = {
+    "png, one bit": whole_bomb(20000, 20000, 1),
+    "png, only a header": png(1 << 30, 1 << 30, 8, 0, b""),
+    "gif": gif_header(65535, 65535),
+    "bmp": bmp_header(1_000_000, 6_000_000),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_img_16_claimed_sizes_are_never_allocated(cluster: Cluster, bomb: str) -> None:
+    with peak_growth(cluster) as growth:
+        refused(ask(cluster, BOMBS[bomb]), "pixels", code="image_too_large")
+        assert growth() < 64 << 20
+
+
+def test_img_16_icons_and_text_bombs(cluster: Cluster) -> None:
+    refused(ask(cluster, b"\0\0\1\0\1\0" + bytes(60)), "an icon")
+    packed = zlib.compress(bytes(64 << 20), 9)
+    text_bomb = file(quad())
+    text_bomb = text_bomb[:33] + chunk(b"zTXt", b"a\0\0" + packed) + text_bomb[33:]
+    with peak_growth(cluster) as growth:
+        refused(ask(cluster, text_bomb), "png")
+        assert growth() < 64 << 20
+
+
+def test_img_02_a_file_that_decodes_for_minutes_dies_alone(cluster: Cluster) -> None:
+    """150 KB, 55 s of CPU, all of it legal JPEG. Its decoder is killed after 3 s of CPU."""
+    bomb = scan_bomb(1000)
+    encode = cluster.worker("encode")
+    lost = counter(encode.metrics(), "epd_decoders_lost_total")
+    usual = max(ask(cluster, file(quad())).seconds for _ in range(3))
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(ask, cluster, bomb)
+        time.sleep(0.5)
+        beside = [ask(cluster, file(quad())) for _ in range(5)]
+        refused(slow.result(), "takes more than 3 s to decode")
+    assert {reply.status for reply in beside} == {200}
+    assert sorted(reply.seconds for reply in beside)[2] < 5 * usual + 0.5, "others waited for it"
+    assert counter(encode.metrics(), "epd_decoders_lost_total") == lost + 1
+    assert ask(cluster, file(quad())).status == 200
+
+
+def test_img_02_a_header_that_takes_seconds_to_read(cluster: Cluster) -> None:
+    """A million empty chunks before the picture: the gateway goes on as if nothing was."""
+    picture = file(quad())
+    endless = picture[:33] + chunk(b"teSt", b"") * 1_500_000 + picture[33:]
+    asked = body(endless)
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(cluster.chat, asked)
+        others = [ask(cluster, picture) for _ in range(5)]
+        refused(slow.result(), "header takes more than 1 s to read")
+    assert {reply.status for reply in others} == {200}
+    assert ask(cluster, picture).status == 200
+
+
+def test_img_15_scans_are_counted_in_the_header() -> None:
+    with pytest.raises(EpdError, match=r"has 106 scans; 64 are allowed"):
+        images.read_header(scan_bomb(100, 64), LIMITS, "test")
+    images.read_header(file(noise(500, 500), "JPEG", progressive=True), LIMITS, "test")
+
+
+def test_img_a_file_can_not_hold_up_others(cluster: Cluster) -> None:
+    """While large pictures are decoded, a small one is answered as usual."""
+    large = file(solid("red", (4800, 4800)), compress_level=1)
+    with ThreadPoolExecutor(4) as pool:
+        slow = [pool.submit(ask, cluster, large, max_tokens=1) for _ in range(2)]
+        small = pool.submit(ask, cluster, file(quad()), max_tokens=1)
+        assert small.result().status == 200
+        assert all(reply.result().status == 200 for reply in slow)

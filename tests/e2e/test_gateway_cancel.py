@@ -1,0 +1,115 @@
+"""The gateway over scripted stages: clients that leave, readers before owners."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from tests.e2e.fake_stages import Call, hang
+from tests.e2e.gateway_house import CHAT, House, raw
+from tests.e2e.http_client import Connection
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def before(journal: list[str], first: str, second: str) -> bool:
+    return journal.index(first) < journal.index(second)
+
+
+# --- cancelling --------------------------------------------------------------------------
+
+
+async def leave_at(house: House, point: str, after: str = "", **fields: Any) -> None:
+    """Send a request, go away once a fake is at `point` (and `after` has happened), and
+    wait for the end."""
+    reached = asyncio.Event()
+
+    async def wait(call: Call) -> None:
+        while after and after not in house.journal:
+            await asyncio.sleep(0.005)
+        reached.set()
+        await hang(call)
+
+    house.script.hooks[point] = wait
+    connection = await Connection.send(house.http, "POST", CHAT, raw(**fields))
+    async with asyncio.timeout(5):
+        await reached.wait()
+    connection.close()
+    await house.settled()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_readers_are_cancelled_before_owners_are_closed(house: House, stream: bool) -> None:
+    await leave_at(house, "decode.fetch", stream=stream)
+    journal = house.journal
+    assert journal[journal.index("decode: Cancel") :] == [
+        "decode: Cancel",
+        "decode: ReadsTerminal",
+        "prefill: half-close",
+    ]
+
+
+async def test_readers_are_cancelled_while_prefill_computes(house: House) -> None:
+    house.script.hooks["decode.fetch"] = hang
+    await leave_at(house, "prefill.first", after="decode: job")
+    journal = house.journal
+    assert journal[journal.index("decode: Cancel") :] == [
+        "decode: Cancel",
+        "decode: ReadsTerminal",
+        "prefill: Cancel",
+        "prefill: ReadsTerminal",
+        "prefill: half-close",
+    ]
+
+
+async def test_encoders_are_released_after_prefill_said_so(house: House) -> None:
+    await leave_at(house, "prefill.fetch", images=1)
+    journal = house.journal
+    assert journal[journal.index("prefill: Cancel") :][:2] == [
+        "prefill: Cancel",
+        "prefill: ReadsTerminal",
+    ]
+    assert before(journal, "prefill: ReadsTerminal", "encode: half-close")
+
+
+@pytest.mark.parametrize("point", ["prefill.job", "encode.job", "prefill.first", "decode.token"])
+async def test_a_client_may_leave_at_any_point(house: House, point: str) -> None:
+    await leave_at(house, point, images=1, stream=True)
+
+
+async def test_an_owner_is_cut_when_its_reader_is_not_clean(house: House) -> None:
+    house.script.clean = False
+    await leave_at(house, "decode.fetch")
+    assert "prefill: cut" in house.journal
+    assert "prefill: half-close" not in house.journal
+
+
+async def test_a_reader_that_stays_silent_is_given_up(house: House) -> None:
+    house.script.hooks["decode.terminal"] = hang
+    start = time.monotonic()
+    await leave_at(house, "decode.fetch")
+    assert 1.0 <= time.monotonic() - start < 4
+    assert "prefill: cut" in house.journal
+
+
+async def test_a_stop_string_cancels_decode(house: House) -> None:
+    text = (await house.chat()).json()["choices"][0]["message"]["content"]
+    stop = text[6:8]
+    house.journal.clear()
+
+    async def slowly(call: Call) -> None:
+        await asyncio.sleep(0.02)
+
+    house.script.output = house.script.output * 20
+    house.script.hooks["decode.token"] = slowly
+    reply = (await house.chat(stop=stop)).json()
+    await house.settled()
+    assert reply["choices"][0]["finish_reason"] == "stop"
+    assert stop not in reply["choices"][0]["message"]["content"]
+    assert text.startswith(reply["choices"][0]["message"]["content"])
+    assert reply["usage"]["completion_tokens"] < 20
+    assert "decode: Cancel" in house.journal
+    assert "decode: Finished" not in house.journal
