@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from epd.models.lm import ForwardBatch
 from tests.unit.fake_stage import BLOCK, IMAGE, FakeLm
 
 PICTURES = "ABCDE"
+ROW_BYTES = 64 << 10
+MOST_ROWS = 12
+"""Of one prompt: so large that landing memory of 1 MiB holds little more than that."""
 
 
 def rows_of(picture: str) -> int:
@@ -39,6 +42,10 @@ def next_id(values: Sequence[float]) -> int:
 
 class KvLm(FakeLm):
     """Reads what it says from the pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spec = replace(self.spec, hidden=ROW_BYTES // 4)
 
     def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
         assert self.gate.wait(5)
@@ -82,9 +89,15 @@ class Prompt:
     def draw(cls, chance: random.Random, most: int = 40) -> Prompt:
         """Of few words and pictures, so that many begin alike."""
         parts: list[str | int] = [20] * chance.choice([0, 1, 3, 4, 7, 8])
-        while len(cls(tuple(parts)).ids) < chance.randrange(4, most - 6):
-            parts.append(chance.choice([*PICTURES, 21, 22, 23, 24]))
-        return cls(tuple(parts[: most - 6]))
+        rows, length = 0, chance.randrange(4, most - 6)
+        while len(parts) + rows < length:
+            part = chance.choice([*PICTURES, 21, 22, 23, 24])
+            if isinstance(part, str):
+                if rows + rows_of(part) > MOST_ROWS:
+                    continue
+                rows += rows_of(part) - 1
+            parts.append(part)
+        return cls(tuple(parts))
 
     @property
     def pictures(self) -> list[str]:

@@ -16,24 +16,34 @@ import pytest
 
 from decode.ticket import TokenMade
 from epd.errors import EpdError, ErrorKind
+from epd.handoff import embedding_contract
 from epd.jobs import SampledToken
 from epd.transfer.arena import page_aligned
+from epd.transfer.checksum import checksum
+from epd.transfer.contract import Handle, Span
 from epd.transfer.pieces import Piece
 from prefill.ticket import Admitted, FirstToken
-from tests.cases.kv_model import KvLm, Prompt, row_value, rows_of
+from tests.cases.kv_model import ROW_BYTES, KvLm, Prompt, row_value, rows_of
 from tests.unit import decode_bench, fake_stage, prefill_bench
-from tests.unit.fake_stage import BLOCK, FakeEngine, decode_job, prefill_job
+from tests.unit.fake_stage import BLOCK, FakeEngine, FakeMemory, decode_job, prefill_job
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def embedding(picture: str) -> Any:
-    """Rows as an encoder would announce them."""
-    memory = page_aligned(4096)
-    view = memory[: rows_of(picture) * 16].view(-1).numpy().view("float32").reshape(-1, 4)
-    for row in range(rows_of(picture)):
-        view[row] = row_value(picture, row)
+    """Rows as an encoder would hold them."""
+    rows = rows_of(picture)
+    memory = page_aligned(rows * ROW_BYTES)
+    view = memory.numpy().view("float32").reshape(rows, -1)
+    view[:, 0] = [row_value(picture, row) for row in range(rows)]
     return memory
+
+
+def announced(bench: prefill_bench.Bench, memory: Any) -> Handle:
+    """As an encoder would announce them."""
+    rows = len(memory) // ROW_BYTES
+    span = Span(memory.data_ptr(), len(memory), checksum(memory))
+    return Handle(FakeMemory.peer, embedding_contract(bench.lm.spec, rows, 5), (span,), 1000)
 
 
 class Prefills:
@@ -44,7 +54,7 @@ class Prefills:
         self.bench = prefill_bench.Bench(prefill__chunk_tokens=6, **settings)
         self.chance = random.Random(seed)
         self.memories = {name: embedding(name) for name in "ABCDE"}
-        self.right = self.cached = 0
+        self.right = self.cached = self.kept = 0
 
     async def one(self, prompt: Prompt) -> None:
         """From submit to close; left early now and then, and not always in good order."""
@@ -63,6 +73,9 @@ class Prefills:
             for event in await ticket.events.take():
                 if isinstance(event, Admitted):
                     self.cached += event.cached_tokens
+                    self.kept += not event.cached_tokens and (
+                        len(event.missing_items) < len(set(prompt.pictures))
+                    )
                     await self._encode(ticket, prompt, event)
                 if isinstance(event, FirstToken):
                     assert event.token.id == prompt.after(1)[0], prompt
@@ -74,10 +87,7 @@ class Prefills:
         self.chance.shuffle(missing)
         for index in missing:
             await asyncio.sleep(self.chance.choice([0, 0, 0.001]))
-            picture = prompt.pictures[index]
-            handle = prefill_bench.announced(
-                self.bench, self.memories[picture], rows=rows_of(picture)
-            )
+            handle = announced(self.bench, self.memories[prompt.pictures[index]])
             self.bench.worker.embedding_ready(ticket, index, handle)
 
     async def clock(self) -> None:
@@ -105,6 +115,7 @@ async def test_key_01_key_13_prefill_finds_only_what_is_the_same(
     await asyncio.sleep(0.02)
     assert many.right > 40
     assert many.cached > 50, "nothing was ever found"
+    assert many.kept > 5, "no embedding was ever found"
     await many.bench.worker.shut_down()
     many.bench.idle()
 

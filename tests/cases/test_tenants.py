@@ -17,7 +17,7 @@ from epd.jobs import SampledToken, Stage
 from gateway.main import Loaded
 from prefill.ticket import Admitted, FirstToken
 from tests.cases.kv_model import KvLm, Prompt
-from tests.cases.test_cache_fuzz import Prefills, embedding
+from tests.cases.test_cache_fuzz import Prefills, announced, embedding
 from tests.e2e.gateway_house import CHAT, House, body, config
 from tests.e2e.http_client import post
 from tests.unit import decode_bench, prefill_bench
@@ -45,8 +45,7 @@ async def test_key_06_prefill_finds_nothing_of_another_tenant(
         for index in admitted.missing_items:
             picture = PROMPT.pictures[index]
             memory = many.memories.setdefault(picture, embedding(picture))
-            handle = prefill_bench.announced(many.bench, memory, rows=3)
-            many.bench.worker.embedding_ready(ticket, index, handle)
+            many.bench.worker.embedding_ready(ticket, index, announced(many.bench, memory))
         (first,) = [
             event
             for event in await prefill_bench.until(ticket, FirstToken)
