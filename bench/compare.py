@@ -255,7 +255,7 @@ def main() -> None:
 
 def _starts(given: argparse.Namespace) -> list[Start]:
     threads, checkpoint = given.threads, given.checkpoint
-    starts = [epd_together(checkpoint, threads), epd_split(checkpoint)]
+    starts = [epd_together(checkpoint, threads, given.out), epd_split(checkpoint, given.out)]
     found = []
     if given.vllm:
         found.append(servers.vllm(given.vllm, checkpoint, threads, given.preload))

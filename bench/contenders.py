@@ -38,7 +38,7 @@ class Contender:
 Start = Callable[[], AbstractContextManager[Contender]]
 
 
-def epd_split(checkpoint: Path) -> Start:
+def epd_split(checkpoint: Path, out: Path) -> Start:
     """Decode and gateway on one half of the cores, encode and prefill on the other."""
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
@@ -49,10 +49,10 @@ def epd_split(checkpoint: Path) -> Start:
     settings += [f"{stage}.cpus={second}" for stage in ("encode", "prefill")]
     how = f"decode and gateway on {first}, encode and prefill on {second}, {half} thread(s) each,"
     how += " prefill.step_ms=1000"
-    return lambda: _epd("epd split", checkpoint, settings, (), how)
+    return lambda: _epd("epd split", checkpoint, settings, (), how, out)
 
 
-def epd_together(checkpoint: Path, threads: int) -> Start:
+def epd_together(checkpoint: Path, threads: int, out: Path) -> Start:
     """All stages in one process where this version can, else in processes that share all
     cores."""
     flags: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ def epd_together(checkpoint: Path, threads: int) -> Start:
         flags = ("--stages", "encode+prefill+decode")
         how = f"all stages in one process, {threads} threads"
     name = "epd colocated" if flags else "epd shared"
-    return lambda: _epd(name, checkpoint, [f"model.threads={threads}"], flags, how)
+    return lambda: _epd(name, checkpoint, [f"model.threads={threads}"], flags, how, out)
 
 
 def _can_colocate() -> bool:
@@ -72,9 +72,10 @@ def _can_colocate() -> bool:
 
 @contextmanager
 def _epd(
-    name: str, checkpoint: Path, settings: Sequence[str], flags: Sequence[str], how: str
+    name: str, checkpoint: Path, settings: Sequence[str], flags: Sequence[str], how: str, out: Path
 ) -> Iterator[Contender]:
-    with epd_service(checkpoint, settings, flags) as service:
+    log = out / f"{name}.log"
+    with epd_service(checkpoint, settings, flags, log=log) as service:
         yield Contender(name, service.url, service.model, service.pid, {}, dict(service.pids), how)
 
 

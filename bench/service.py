@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,8 +46,10 @@ def epd_service(
     settings: Sequence[str] = (),
     flags: Sequence[str] = (),
     say: Callable[[str], None] = lambda line: None,
+    log: Path | None = None,
 ) -> Iterator[Service]:
-    """A service that lives for the block; `say` gets the lines it prints.
+    """A service that lives for the block; `say` gets the lines it prints, `log` what
+    its processes say on stderr.
 
     Raises:
         ServiceFailure: it did not start, did not stop in time, ended with another exit code
@@ -61,7 +64,7 @@ def epd_service(
     )
     errors: deque[str] = deque(maxlen=30)
     assert process.stderr is not None
-    threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True).start()
+    threading.Thread(target=_follow, args=(process.stderr, errors, log), daemon=True).start()
     watchdog = threading.Timer(START_LIMIT_S, process.kill)
     watchdog.start()
     try:
@@ -74,6 +77,14 @@ def epd_service(
         process.communicate()
         raise
     _stop(process, say)
+
+
+def _follow(lines: Iterable[str], last: deque[str], log: Path | None) -> None:
+    """Keep the last lines for an error, all of them in the log."""
+    with open(log or os.devnull, "w", buffering=1) as out:
+        for line in lines:
+            last.append(line)
+            out.write(line)
 
 
 def _until_serving(
