@@ -1,0 +1,48 @@
+"""What overlaps inside one request, as its timeline shows it.
+
+Prompts of many chunks, so that there is something to overlap with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.cluster import Cluster
+from tests.e2e.conftest import MakeCluster, grey_png, user
+
+WORDS = "Say what you see, and where you see it, in as many words as you like. "
+
+
+@pytest.fixture(scope="module")
+def chunked(make_cluster: MakeCluster) -> Cluster:
+    return make_cluster(settings={"kv.block_tokens": 8, "prefill.chunk_tokens": 16})
+
+
+@pytest.fixture
+def cluster(chunked: Cluster) -> Iterator[Cluster]:
+    yield chunked
+    chunked.assert_clean()
+
+
+def phases(cluster: Cluster, *parts: str | bytes) -> dict[str, tuple[float, float]]:
+    """(start, end) of each phase of a new request, ms."""
+    body = {"messages": [user(*parts)], "temperature": 0, "max_tokens": 4, "timeline": True}
+    reply = cluster.chat(body)
+    assert reply.status == 200, reply.body
+    found: list[dict[str, Any]] = reply.json["timeline"]["phases"]
+    return {p["name"]: (p["start_ms"], p["start_ms"] + p["duration_ms"]) for p in found}
+
+
+def test_decode_reads_blocks_while_prefill_computes_the_next_chunks(cluster: Cluster) -> None:
+    timeline = phases(cluster, WORDS * 12)
+    (began, computed), (reading, _) = timeline["prefill"], timeline["kv transfer"]
+    assert began < reading < computed, timeline
+
+
+def test_pictures_are_encoded_and_read_within_prefill(cluster: Cluster) -> None:
+    timeline = phases(cluster, WORDS * 12, grey_png(96, 96, 140), "What is this?")
+    (began, computed), (encoding, _) = timeline["prefill"], timeline["encode[0]"]
+    assert began <= encoding < timeline["embedding transfer[0]"][1] <= computed, timeline
