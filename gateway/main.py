@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 
 import orjson
 from fastapi.middleware.cors import CORSMiddleware
@@ -36,6 +37,8 @@ from protos.epd.v1 import gateway_pb2_grpc, membership_pb2_grpc
 _log = logging.getLogger(__name__)
 _MEMBERSHIP = "epd.v1.Membership"
 _PRUNE_S = 5.0
+_CLOSE_S = 20.0
+"""Teardowns are bounded one by one; this is for what nobody thought of."""
 
 
 async def serve(config: Config) -> None:
@@ -57,7 +60,18 @@ async def serve(config: Config) -> None:
         await stop.wait()
         await gateway.drain(config.worker.grace_s)
     finally:
-        await gateway.close()
+        await _close(gateway)
+
+
+async def _close(gateway: Gateway) -> None:
+    """Close it; a part that never ends must not keep a process that was told to stop."""
+    try:
+        await asyncio.wait_for(gateway.close(), _CLOSE_S)
+    except TimeoutError:
+        waiting = sorted(task.get_name() for task in asyncio.all_tasks())
+        _log.critical("not closed after %g s, ending anyway; at work: %s", _CLOSE_S, waiting)
+        sys.stderr.flush()
+        os._exit(1)
 
 
 class Gateway:
