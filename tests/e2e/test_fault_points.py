@@ -1,0 +1,89 @@
+"""Every fault point, in every stage that passes it, through the whole service: a typed error
+or the right answer, counted; and the next request is right again."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from tests.e2e.cluster import Cluster, Reply
+from tests.e2e.conftest import MakeCluster, grey_png, user
+
+pytestmark = pytest.mark.timeout(240)
+SETTINGS = {"transfer.read_deadline_s": 1.0, "transfer.quarantine_margin_s": 0.2}
+_shades = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def cluster(make_cluster: MakeCluster) -> Cluster:
+    return make_cluster(settings=SETTINGS)
+
+
+def faulty(cluster: Cluster, stage: str, spec: str) -> None:
+    """Start a stage again with these fault points; "": none."""
+    worker = cluster.worker(stage)
+    worker.end()
+    worker.environ["EPD_FAULTS"] = spec
+    cluster.restart(stage)
+
+
+def ask(cluster: Cluster, shade: int) -> Reply:
+    body = {"messages": [user(grey_png(96, 96, shade), "Describe the image.")], "temperature": 0}
+    return cluster.chat({**body, "max_tokens": 6, "ignore_eos": True})
+
+
+def text(reply: Reply) -> str:
+    assert reply.status == 200, reply
+    return str(reply.json["choices"][0]["message"]["content"])
+
+
+def failures(cluster: Cluster, stage: str) -> dict[str, float]:
+    """epd_transfer_failures_total of one stage, by reason."""
+    page = cluster.worker(stage).metrics()
+    found = re.findall(r'epd_transfer_failures_total\{.*reason="(\w+)"\} ([\d.e+]+)', page)
+    return {reason: float(value) for reason, value in found if float(value)}
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_what_a_reader_meets(cluster: Cluster, stage: str) -> None:
+    """Passage by passage: 1 refused, 2 never ends, 3 fails, 4 has a byte flipped, 5 is slow."""
+    shade = next(_shades)
+    right = text(ask(cluster, shade))
+    spec = "transfer.refuse:1/100,transfer.drop:1/100,transfer.fail:1/100"
+    faulty(cluster, stage, f"{spec},transfer.flip:1/100,transfer.delay=0.2")
+    try:
+        # Three attempts of one request meet what may pass, and say so.
+        reply = ask(cluster, shade)
+        assert (reply.status, reply.error["code"]) == (503, "transfer_failed"), reply
+        # What arrives damaged is nobody's to try again with.
+        reply = ask(cluster, shade)
+        assert (reply.status, reply.error["code"]) == (500, "checksum_mismatch"), reply
+        assert failures(cluster, stage).keys() >= {"transfer_failed", "timeout", "checksum"}
+        reply = ask(cluster, shade)
+        assert text(reply) == right
+        assert reply.seconds > 0.2, "the delay"
+        cluster.assert_clean()
+    finally:
+        faulty(cluster, stage, "")
+    assert text(ask(cluster, shade)) == right
+
+
+@pytest.mark.parametrize("point", ["lease.stale", "lease.wrong_rows"])
+def test_what_prefill_announces(cluster: Cluster, point: str) -> None:
+    """Encode's announcements: tests/chaos/test_stage_faults.py."""
+    stage, reader = "prefill", "decode"
+    shade = next(_shades)
+    right = text(ask(cluster, shade))
+    faulty(cluster, stage, f"{point}:1/100")
+    try:
+        before = failures(cluster, reader).get("checksum", 0)
+        reply = ask(cluster, shade)
+        assert (reply.status, reply.error["code"]) == (500, "checksum_mismatch"), reply
+        assert failures(cluster, reader)["checksum"] == before + 1
+        # Nobody is given the damaged bytes again, out of no cache.
+        assert text(ask(cluster, shade)) == right
+        cluster.assert_clean()
+    finally:
+        faulty(cluster, stage, "")
