@@ -156,7 +156,9 @@ class TypedErrors(grpc.aio.ServerInterceptor):
         except grpc.aio.AbortError:
             outcome = "aborted"
             raise
-        except Exception:
+        except Exception as error:
+            if isinstance(error, grpc.aio.InternalError) and context.done():
+                return None  # the client left while it was written to: nobody's fault
             outcome = str(ErrorKind.INTERNAL)
             logger.exception("a servicer raised")
             await self._abort(internal(request_id()), context)

@@ -13,6 +13,7 @@ from epd.client import AsyncClient, Client, user
 from epd.config import RpcConfig
 from epd.errors import EpdError
 from epd.jobs import Stage
+from epd.rpc import convert
 from gateway.streams import Connections, StageFault
 from gateway.workers import Card, Worker
 from protos.epd.v1 import gateway_pb2, gateway_pb2_grpc
@@ -107,7 +108,11 @@ async def test_rpc_03_calls_to_a_dead_server_leave_nothing() -> None:
     await asyncio.to_thread(blocking)
 
 
-async def test_rpc_04_a_slow_reader_holds_decode_back(house: House) -> None:
+async def test_rpc_04_a_slow_reader_holds_decode_back(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # More than the wire allows: the kernel's buffers on the way swallow megabytes.
+    monkeypatch.setattr(convert, "_MAX_TOP", 800)
     made = [0]
 
     async def count(call: Call) -> None:

@@ -73,7 +73,7 @@ def test_img_02_broken_data_does_not_spin(cluster: Cluster) -> None:
     before = counter(cluster.worker("encode").metrics(), tried)
     with ThreadPoolExecutor(2) as pool:
         bad = pool.submit(ask, cluster, broken_data())
-        good = pool.submit(ask, cluster, file(quad()))
+        good = pool.submit(ask, cluster, file(noise(72, 56)))  # that no cache knows
         refused(bad.result(), "damaged")
         assert good.result().status == 200
     cluster.assert_clean()

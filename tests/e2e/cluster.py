@@ -130,13 +130,8 @@ class Worker:
                 text=True,
                 process_group=0,
             )
-        threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
-
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            self._lines.put(line)
-        self._lines.put(None)
+        reader = threading.Thread(target=_read, args=(self.process, self._lines), daemon=True)
+        reader.start()
 
     def until_ready(self) -> None:
         deadline = time.monotonic() + START_LIMIT_S
@@ -182,6 +177,14 @@ class Worker:
 
     def metrics(self) -> str:
         return request(self.report["metrics"], "/metrics", timeout_s=10).body.decode()
+
+
+def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+    """Its own queue: children may keep a dead process's output open until after its restart."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.put(line)
+    lines.put(None)
 
 
 class Cluster:
