@@ -220,11 +220,14 @@ def _checkpoint(config: Config) -> Finding:
 
 def _print(findings: list[Finding]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     colours = {Level.OK: "green", Level.WARNING: "yellow", Level.MISSING: "red"}
     table = Table("what", "state", "detail", box=None, pad_edge=False)
     for finding in findings:
         colour = colours[finding.level]
-        table.add_row(finding.subject, f"[{colour}]{finding.level}[/]", finding.detail)
+        # Details hold paths and extras: brackets in them are not for rich.
+        state = f"[{colour}]{finding.level}[/]"
+        table.add_row(escape(finding.subject), state, escape(finding.detail))
     Console(soft_wrap=not sys.stdout.isatty()).print(table, markup=True)

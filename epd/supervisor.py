@@ -74,6 +74,9 @@ class Supervisor:
         port = gateway.membership_port or _free_port(host)
         self.gateway.settings["gateway.membership_host"] = host
         self.gateway.settings["gateway.membership_port"] = str(port)
+        if not (self.config.serve.encode or self.config.serve.stages):
+            # All other keys of this section are the supervisor's own business.
+            self.gateway.settings["serve.encode"] = "0"
         for worker in self.workers:
             worker.settings["worker.gateways"] = f"{_reachable(host)}:{port}"
         for child in self.children:

@@ -172,6 +172,18 @@ def metrics(supervisor: Supervisor) -> list[str]:
     return [child.report["metrics"] for child in supervisor.children]
 
 
+@pytest.mark.parametrize(("encoders", "told"), [(0, "0"), (1, None)])
+async def test_the_gateway_knows_that_no_encoder_will_come(
+    make: Make, encoders: int, told: str | None
+) -> None:
+    supervisor = make(**{"serve.encode": encoders})
+    serving = asyncio.create_task(supervisor.serve())
+    await until(lambda: all(child.ready.is_set() for child in supervisor.children))
+    supervisor.stop()
+    assert await serving == 0
+    assert supervisor.gateway.settings.get("serve.encode") == told
+
+
 async def test_each_worker_has_ports_of_its_own(make: Make) -> None:
     flags = {"serve.decode": 2, "worker.port": 9200, "worker.metrics_port": 9100}
     settings = [child.settings for child in make(**flags).workers]

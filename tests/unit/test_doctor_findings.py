@@ -9,7 +9,7 @@ import pytest
 
 from epd import doctor
 from epd.config import Config, load_config
-from epd.doctor import Level
+from epd.doctor import Finding, Level
 from epd.errors import EpdError, invalid
 from epd.wheel import require_mooncake, torch_cuda_major, wheel_problem
 
@@ -106,6 +106,13 @@ def test_a_checkpoint_that_is_not_one(tmp_path: Path) -> None:
     finding = doctor._checkpoint(load_config(None, {"model.path": str(tmp_path)}, {}))
     assert finding.level is Level.MISSING
     assert str(tmp_path) in finding.detail
+
+
+def test_brackets_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor._print([Finding("wheel[s]", Level.MISSING, "pip install 'epd[cpu]'")])
+    assert capsys.readouterr().out.split() == [
+        "what", "state", "detail", "wheel[s]", "missing", "pip", "install", "'epd[cpu]'",
+    ]  # fmt: skip
 
 
 def test_exit_code_and_report(
