@@ -44,19 +44,22 @@ demo: $(READY) ## start all services, ask about a picture, show the answer and w
 test: test-unit test-cases test-parity test-e2e test-chaos ## all tests: unit, real cases, parity, end to end, chaos
 
 test-unit: $(READY) ## fast tests, no processes
-	$(BIN)/python -m pytest -q tests/unit $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not long" tests/unit $(PYTEST_ARGS)
 
 test-cases: $(READY) ## faults met in public with systems of this kind (docs/cases.md)
-	$(BIN)/python -m pytest -q tests/cases $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not long" tests/cases $(PYTEST_ARGS)
 
 test-parity: $(READY) ## numbers against transformers
-	$(BIN)/python -m pytest -q tests/parity $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not long" tests/parity $(PYTEST_ARGS)
 
 test-e2e: $(READY) ## real processes over Mooncake
-	$(BIN)/python -m pytest -q tests/e2e $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not long" tests/e2e $(PYTEST_ARGS)
 
 test-chaos: $(READY) ## real processes, hurt on purpose
-	$(BIN)/python -m pytest -q tests/chaos $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not long" tests/chaos $(PYTEST_ARGS)
+
+test-long: $(READY) ## what `make test` leaves out for time: more families and topologies, chaos for 3 minutes
+	$(BIN)/python -m pytest -q -m long tests $(PYTEST_ARGS)
 
 chaos: $(READY) ## an hour of checked traffic over a service that is hurt all the time (CHAOS_ARGS="--minutes 5")
 	$(BIN)/python -m tests.chaos.run $(CHAOS_ARGS)

@@ -32,7 +32,7 @@ async def test_a_short_soak_leaves_nothing(tmp_path: Path) -> None:
     assert 40 < counts["aborted"] < 130
 
 
-@pytest.mark.parametrize("most_waiting", [256, 16])
+@pytest.mark.parametrize("most_waiting", [256, pytest.param(16, marks=pytest.mark.long)])
 async def test_a_burst_of_200_pictures_on_one_encoder(tmp_path: Path, most_waiting: int) -> None:
     """All are answered, or told at once to come again; none is left in silence."""
     cluster = Cluster(tmp_path, settings={"encode.max_queue": most_waiting}).start()

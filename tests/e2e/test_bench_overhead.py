@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_it_measures_first_tokens_and_streams(tmp_path: Path) -> None:
     out = tmp_path / "overhead.json"
     command = [sys.executable, "-m", "bench.gateway_overhead", "--requests", "2"]

@@ -18,7 +18,9 @@ GROUPS = {"monolithic": MONOLITHIC, "prefill and decode": ["encode", "prefill+de
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize("family", ["qwen3_vl", "llava_onevision"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", pytest.param("llava_onevision", marks=pytest.mark.long)]
+)
 def test_colocated_stages_answer_as_generate_does(
     family: str, groups: list[str], tiny_checkpoint: TinyCheckpoint, tmp_path: Path
 ) -> None:

@@ -25,7 +25,10 @@ CHUNKS = (WHOLE, 7, 64)
 """Each with a new prefill, which has computed nothing yet."""
 OPTIONS = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
 # One with mRoPE and deepstack, one that tiles pictures, one of another kind of positions.
-FAMILIES = ("qwen3_vl", "llava_onevision", "idefics3")
+FAMILIES = (
+    "qwen3_vl",
+    *(pytest.param(family, marks=pytest.mark.long) for family in ("llava_onevision", "idefics3")),
+)
 
 
 def _ask(cluster: Cluster, conversation: Conversation) -> str:
