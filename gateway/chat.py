@@ -181,7 +181,7 @@ class Answer:
         self._open = True
         self._begun = False
         """Accepted; until then `ChatService.open` knows how it ended."""
-        self._outcome = "cancelled"
+        self._fault: EpdError | None = None
         """Unless it is whole, or ends with a fault."""
         self._texts = [
             OutputText(
@@ -206,7 +206,11 @@ class Answer:
 
     async def accepted(self) -> None:
         """Wait until prefill has reserved memory for the request."""
-        event = await self._run.next()
+        try:
+            event = await self._run.next()
+        except EpdError as error:
+            self._fault = error
+            raise
         assert isinstance(event, Accepted)
         self._cached = event.cached_tokens
         self._begun = True
@@ -225,7 +229,7 @@ class Answer:
                     for part in self._take(event):
                         yield part
         except EpdError as error:
-            self._outcome = outcome_of(error)
+            self._fault = error
             raise
 
     def _take(self, event: Event) -> Iterator[Part]:
@@ -271,11 +275,14 @@ class Answer:
         if not self._open:
             return
         self._open = False
+        if self._fault is not None:
+            reason = str(self._fault.kind)  # nobody left: the answer failed
         self._run.cancel(reason)
         self._hold.release()
         self._service.inflight -= 1
         if self._begun:
-            count("ok" if self.reason is not None else self._outcome)
+            outcome = "cancelled" if self._fault is None else outcome_of(self._fault)
+            count("ok" if self.reason is not None else outcome)
         for phase in self.timeline.phases:
             name = phase.name.partition("[")[0]
             metrics.PHASE_SECONDS.labels(STAGE, name).observe(phase.duration_ms / 1e3)

@@ -133,6 +133,16 @@ async def test_a_decode_that_is_full_is_429(house: House) -> None:
     assert (reply.status, len(house.script.jobs_of(Stage.PREFILL))) == (429, 1)
 
 
+async def test_the_log_says_that_the_answer_failed_not_that_the_client_left(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "gateway")
+    house.script.hooks["prefill.job"] = fail(ErrorKind.NOT_STARTED)
+    assert (await house.chat()).status == 503
+    ended = [vars(record) for record in caplog.records if record.message == "answer ended"]
+    assert [record["outcome"] for record in ended] == ["not_started"]
+
+
 async def test_three_attempts_and_no_more(house: House) -> None:
     house.script.hooks["prefill.job"] = fail(ErrorKind.NOT_STARTED)
     reply = await house.chat()
