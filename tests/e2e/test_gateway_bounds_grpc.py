@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 
 from epd.jobs import Stage
+from epd.rpc import convert
 from gateway import grpc_receipt
 from gateway.main import Loaded
 from protos.epd.v1 import gateway_pb2_grpc
@@ -98,7 +99,11 @@ async def test_bytes_of_all_messages_in_flight_are_bounded(loaded: Loaded) -> No
         first.cancel()
 
 
-async def test_a_reader_that_never_reads_is_cut_off(loaded: Loaded) -> None:
+async def test_a_reader_that_never_reads_is_cut_off(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # More than the wire allows: the kernel's buffers on the way swallow megabytes.
+    monkeypatch.setattr(convert, "_MAX_TOP", 800)
     async with opened(loaded, slow_reader_s=1.0) as house:
         made = [0]
 
