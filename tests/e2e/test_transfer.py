@@ -257,7 +257,11 @@ async def test_a_stopped_peer_fails_in_time_and_a_healthy_one_is_not_held_up(
         assert failed.value.kind is ErrorKind.TRANSFER_FAILED
         assert slowest < 1.0, "a healthy peer's read waited for the stopped one"
         assert not reader.engine.stuck
-        # First contact with a stopped peer, and the back-off after it.
+        # It is left alone at once; then a probe finds it stopped, and the back-off follows.
+        start = time.monotonic()
+        assert "silent for" in (await reader.fails(victim)).message
+        assert time.monotonic() - start < 0.2
+        await asyncio.sleep(CONFIG.backoff_s)
         start = time.monotonic()
         assert "no answer within" in (await reader.fails(victim)).message
         assert time.monotonic() - start < CONFIG.connect_timeout_s + 0.5
