@@ -227,6 +227,7 @@ def test_two_tenants_never_share(make_cluster: MakeCluster) -> None:
     house.assert_clean()
 
 
+@pytest.mark.long
 def test_switched_off_nothing_is_found_and_the_answers_are_the_same(
     cluster: Cluster, make_cluster: MakeCluster
 ) -> None:

@@ -101,6 +101,7 @@ async def test_clients_that_go_away_leave_nothing(together: Cluster) -> None:
     await asyncio.to_thread(together.assert_clean)
 
 
+@pytest.mark.long
 def test_a_killed_process_is_503_and_works_when_it_is_back(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(groups=GROUPS["monolithic"])
     ask(cluster, picture("red_circle.png"), COLOUR)
@@ -116,6 +117,7 @@ def test_a_killed_process_is_503_and_works_when_it_is_back(make_cluster: MakeClu
     cluster.assert_clean()
 
 
+@pytest.mark.long
 async def test_a_process_that_is_told_to_stop_ends_what_it_began(make_cluster: MakeCluster) -> None:
     """Admitted or not when the signal comes: each request is answered, or told why not."""
     cluster = make_cluster(groups=GROUPS["monolithic"])

@@ -110,6 +110,7 @@ def test_a_stage_that_is_cut_off_is_503_within_8_seconds(
     assert ask(spread).status == 200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_that_the_gateway_alone_does_not_reach(
     network: Network, nodes: Mapping[str, Node], spread: Cluster, stage: str

@@ -19,6 +19,7 @@ def staged(make_cluster: MakeCluster) -> Cluster:
     return make_cluster(settings={"transfer.staging": "always", "kv.block_tokens": "8"})
 
 
+@pytest.mark.long
 def test_the_demo_questions_are_answered(staged: Cluster) -> None:
     client = OpenAI(base_url=staged.base_url, api_key="none", timeout=60, max_retries=0)
     for known in demo_questions():

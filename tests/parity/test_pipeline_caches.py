@@ -86,6 +86,7 @@ def cached(
             assert sample in page, f"the schedules never came to {sample}"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @settings(
     max_examples=12,
