@@ -59,7 +59,7 @@ test-chaos: $(READY) ## real processes, hurt on purpose
 	$(BIN)/python -m pytest -q -m "not long" tests/chaos $(PYTEST_ARGS)
 
 test-long: $(READY) ## what `make test` leaves out for time: more families, topologies and fault points; chaos for 3 minutes
-	$(BIN)/python -m pytest -q -m long tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m long tests/parity tests/e2e tests/chaos $(PYTEST_ARGS)
 
 chaos: $(READY) ## an hour of checked traffic over a service that is hurt all the time (CHAOS_ARGS="--minutes 5")
 	$(BIN)/python -m tests.chaos.run $(CHAOS_ARGS)
