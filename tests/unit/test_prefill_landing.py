@@ -198,6 +198,9 @@ async def test_requests_with_one_picture_fit_where_copies_would_not() -> None:
         assert (await admitted(ticket)).missing_items == (0,)
     for ticket in tickets:
         bench.worker.close(ticket, clean=True)
+    async with asyncio.timeout(5):
+        while bench.used:  # a step that runs gives its blocks back when it ends
+            await asyncio.sleep(0.005)
     await bench.worker.shut_down()
     bench.idle()
 
