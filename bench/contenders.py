@@ -52,6 +52,15 @@ def epd_split(checkpoint: Path, out: Path) -> Start:
     return lambda: _epd("epd split", checkpoint, settings, (), how, out)
 
 
+def epd_monolithic(checkpoint: Path, threads: int, out: Path, step_ms: float) -> Start:
+    """All stages in one process, with this chunk budget."""
+    settings = [f"model.threads={threads}", f"prefill.step_ms={step_ms:g}"]
+    how = f"all stages in one process, {threads} threads, prefill.step_ms={step_ms:g}"
+    flags = ("--stages", "encode+prefill+decode")
+    name = f"epd monolithic, {step_ms:g} ms"
+    return lambda: _epd(name, checkpoint, settings, flags, how, out)
+
+
 def epd_together(checkpoint: Path, threads: int, out: Path) -> Start:
     """All stages in one process where this version can, else in processes that share all
     cores."""

@@ -38,6 +38,8 @@ class Service:
     """Of the supervisor: all processes of the service descend from it."""
     pids: dict[str, int] = field(default_factory=dict)
     """Of each process, by its name ("gateway", "decode-0")."""
+    metrics: dict[str, str] = field(default_factory=dict)
+    """host:port of each worker's metrics, by its name."""
 
 
 @contextmanager
@@ -92,12 +94,15 @@ def _until_serving(
 ) -> Service:
     assert process.stdout is not None
     pids: dict[str, int] = {}
+    metrics: dict[str, str] = {}
     for line in process.stdout:
         say(line.rstrip())
         if found := re.match(r"epd serve: (\S+) ready .*\bpid (\d+)", line):
             pids[found[1]] = int(found[2])
+            if at := re.search(r"\bmetrics=(\S+)", line):
+                metrics[found[1]] = at[1]
         if found := re.match(r"epd serve: serving (\S+) at (\S+) ", line):
-            return Service(found[2], found[1], process.pid, pids)
+            return Service(found[2], found[1], process.pid, pids, metrics)
     process.wait()
     time.sleep(0.2)  # the thread that reads stderr may be a moment behind
     raise ServiceFailure("epd serve did not start:\n" + "".join(errors))

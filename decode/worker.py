@@ -86,6 +86,7 @@ class DecodeWorker:
         self._next_key = 0
         self._background: set[asyncio.Task[None]] = set()
         self.steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable, thread)
+        lm.report_layers(self.steps.advance)
         self.streams = Streams(self.stage)
 
     def warm_up(self) -> None:

@@ -61,6 +61,7 @@ class Works:
         self._next = 0
         self._cost_us = self._cost_rows = 0.0
         self.steps = StepLoop(Stage.ENCODE, self._step, self._runnable, thread)
+        encoder.report_layers(self.steps.advance)
 
     def __len__(self) -> int:
         return len(self._works)

@@ -121,6 +121,10 @@ class PrefillConfig(_StageSection):
     step_ms: float = Field(250.0, ge=0)
     """What a forward should take: the budget shrinks to it, by measurement, since a
     cancelled request goes on until the running forward is done. 0: always step_tokens."""
+    overlap: bool = True
+    """Compute what is there while other pictures of the request are encoded, and let decode
+    read finished blocks meanwhile. False, for measuring and debugging: a request's first
+    chunk waits for all its pictures, its reader for the last chunk."""
     landing_mib: int = Field(256, ge=1)
     """Registered memory that embeddings are read into."""
     max_queue: int = Field(256, ge=1)

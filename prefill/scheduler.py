@@ -5,7 +5,8 @@
 
 Invariants
     reservations    all or nothing, in order of arrival: nobody overtakes the first
-    images          no chunk holds a placeholder of an image that is not ready
+    images          no chunk holds a placeholder of an image that is not ready; without
+                    `overlap` no chunk runs while any image of its request is not ready
     budget          a batch holds at most `step_tokens`, a request's part `chunk_tokens`;
                     only an atomic span may exceed them, alone in its batch
     fairness        who was served goes to the back: every runnable request runs
@@ -55,6 +56,7 @@ class _Request:
     total: int
     items: tuple[ItemSpan, ...]
     atomic: tuple[tuple[int, int], ...]
+    overlap: bool
     computed: int = 0
     ready: set[int] = field(default_factory=set)
     in_step: bool = False
@@ -67,6 +69,8 @@ class _Request:
             if span.index not in self.ready
             and (at := bisect_left(span.positions, self.computed)) < len(span.positions)
         ]
+        if blocked and not self.overlap:
+            return self.computed
         return min(blocked, default=self.total)
 
     def end_of_chunk(self, budget: int, alone: bool) -> int:
@@ -84,7 +88,10 @@ class _Request:
 class Scheduler:
     """Keys are the worker's own numbers, unique over its life."""
 
-    def __init__(self, step_tokens: int, chunk_tokens: int, max_queue: int) -> None:
+    def __init__(
+        self, step_tokens: int, chunk_tokens: int, max_queue: int, *, overlap: bool = True
+    ) -> None:
+        self._overlap = overlap
         self._step_tokens = step_tokens
         self._chunk_tokens = min(chunk_tokens, step_tokens)
         self._max_queue = max_queue
@@ -125,7 +132,7 @@ class Scheduler:
                 f"{len(self._waiting)} requests are waiting already",
                 retry_after_s=1.0,
             )
-        self._waiting.append(_Request(key, total, tuple(items), tuple(atomic)))
+        self._waiting.append(_Request(key, total, tuple(items), tuple(atomic), self._overlap))
 
     def reserve(self, try_reserve: Callable[[int], int | None]) -> list[int]:
         """Move requests from waiting to running, first come first served.

@@ -76,6 +76,7 @@ class PrefillWorker:
         self._layout = lm.kv_layout
         self._kv = kv
         self.steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable, thread)
+        lm.report_layers(self.steps.advance)
         self._landing = Landing(self.spec, config.prefill, memory, self.steps.poke)
         pin(self._landing.arena.tensor, lm.device)
         self._num_blocks = num_blocks(config, self.stage)
@@ -86,7 +87,9 @@ class PrefillWorker:
         self._runner = Runner(lm, kv.pool, self._landing)
         limits = config.prefill
         self._budget = StepBudget(limits.step_tokens, limits.step_ms)
-        self._scheduler = Scheduler(limits.step_tokens, limits.chunk_tokens, limits.max_queue)
+        self._scheduler = Scheduler(
+            limits.step_tokens, limits.chunk_tokens, limits.max_queue, overlap=limits.overlap
+        )
         self._tickets: dict[int, Ticket] = {}
         self._planner = Planner(config, lm, kv, self._num_blocks, self._landing)
         self._background: set[asyncio.Task[None]] = set()
@@ -275,6 +278,8 @@ class PrefillWorker:
             self._report(chunk, ticket, outcome)
 
     def _announce(self, ticket: Ticket, computed: int) -> None:
+        if computed < ticket.total and not self._config.prefill.overlap:
+            return
         ready = self._holdings.announce(ticket, computed)
         if ready is not None:
             ticket.events.put(ready)

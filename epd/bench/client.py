@@ -181,6 +181,8 @@ def _brings_tokens(choice: dict[str, Any]) -> bool:
 def _note_phases(record: Record, timeline: Any) -> None:
     phases = timeline["phases"] if isinstance(timeline, dict) else timeline
     for phase in phases:
+        start = phase.get("start_ms", 0.0)
+        record.spans[phase["name"]] = (start, start + phase["duration_ms"])
         name = re.sub(r"\[\d+\]", "", phase["name"])
         record.phases[name] = record.phases.get(name, 0.0) + phase["duration_ms"]
         record.moved[name] = record.moved.get(name, 0) + phase.get("bytes", 0)

@@ -39,6 +39,8 @@ class Record:
     detail: str = ""
     phases: dict[str, float] = field(default_factory=dict)
     """ms by name, summed over images: where the server says so (`timeline`)."""
+    spans: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """(start, end) of each phase, each image's its own, ms after the server's receipt."""
     moved: dict[str, int] = field(default_factory=dict)
     """Bytes by name, as above."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from epd.models.checkpoint import load_part
 from epd.models.kernels import build
 from epd.models.kernels.linear import LinearKernel, pack_linears
 from epd.models.processor import PreparedImage
+from epd.models.progress import report_layers
 from epd.models.spec import ModelSpec, read_spec
 
 
@@ -65,6 +66,10 @@ class VisionEncoder:
         if library is not None:
             pack_linears(model, LinearKernel(library, threads))
         return cls(model, spec, device, exact)
+
+    def report_layers(self, done: Callable[[], None]) -> None:
+        """See `epd.models.progress`."""
+        report_layers(self._model, done)
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Names and weights that this process holds."""

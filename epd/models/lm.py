@@ -11,7 +11,7 @@ time, height, width); R image rows; N selected rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +37,7 @@ from epd.models.kernels.build import Library
 from epd.models.kernels.layer import fuse_layers
 from epd.models.kernels.linear import Int8Kernel, LinearKernel, pack_linears
 from epd.models.kernels.memory import keep_freed_memory
+from epd.models.progress import report_layers
 from epd.models.quantize import NAME, quantize_linears
 from epd.models.spec import ModelSpec
 
@@ -153,6 +154,10 @@ class LanguageModel:
             quantize=quantize,
             on_device=kernels == "auto",
         )
+
+    def report_layers(self, done: Callable[[], None]) -> None:
+        """See `epd.models.progress`."""
+        report_layers(self.model, done)
 
     @property
     def numerics_id(self) -> str:

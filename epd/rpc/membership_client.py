@@ -217,10 +217,33 @@ async def _read_beats(
 ) -> None:
     """Read answers; a gateway that is silent for `dead_s` counts as gone."""
     while True:
-        async with asyncio.timeout(dead_s):
-            reply = await _read(call)
+        reply = await _heard(call, dead_s)
         if reply.HasField("refused"):
             raise _Refused(reply.refused.reason)
+
+
+async def _heard(
+    call: grpc.aio.StreamStreamCall[pb.WorkerReport, pb.GatewayReply], dead_s: float
+) -> pb.GatewayReply:
+    """The next answer. Time that this process itself lost (it was stopped, or found no
+    core) is nobody's silence: the answer may be there, unread.
+
+    Raises:
+        TimeoutError: there was silence for `dead_s`.
+    """
+    clock = asyncio.get_running_loop().time
+    reading = asyncio.create_task(_read(call))
+    look_s, silent_s = dead_s / 8, 0.0
+    try:
+        while silent_s < dead_s:
+            since = clock()
+            await asyncio.wait({reading}, timeout=look_s)
+            if reading.done():
+                return reading.result()
+            silent_s += min(clock() - since, 2 * look_s)
+    finally:
+        reading.cancel()
+    raise TimeoutError(f"silent for {dead_s:g} s")
 
 
 def _brief(error: Exception) -> str:

@@ -28,6 +28,8 @@ class EngineThread:
 
     def __init__(self, name: str) -> None:
         self.executor = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-engine")
+        self.advanced = time.monotonic()
+        """When a part of a step was done last."""
         self._wakes: list[asyncio.Event] = []
 
     def join(self) -> asyncio.Event:
@@ -40,12 +42,17 @@ class EngineThread:
         for wake in self._wakes:
             wake.set()
 
+    def advance(self) -> None:
+        """A part of the running step is done (a layer): however long the whole takes, it
+        makes progress. Called in the thread."""
+        self.advanced = time.monotonic()
+
 
 class StepLoop:
     """Calls `step` as long as it did something, then sleeps until `poke`.
 
     `runnable` says whether there is work that a step could do now: with work and
-    without a step for too long, the stage is stalled (promise 9).
+    without a step, or a part of one, for too long, the stage is stalled (promise 9).
     """
 
     def __init__(
@@ -75,6 +82,11 @@ class StepLoop:
     def poke(self) -> None:
         """Something changed: there may be work."""
         self._thread.poke()
+
+    @property
+    def advance(self) -> Callable[[], None]:
+        """What the tensor work calls after each part of a step."""
+        return self._thread.advance
 
     async def run(self, work: Callable[[], Result], size: int) -> Result:
         """Run one forward in the engine thread. `size` is for the metrics only.
@@ -108,7 +120,9 @@ class StepLoop:
         """Seconds since the last progress while there is work; 0 without work."""
         if not (self.in_step or self._runnable()):
             self._last_progress = time.monotonic()
-        return time.monotonic() - self._last_progress
+        # One thread: another stage's layers are what a step in the queue waits for.
+        last = max(self._last_progress, self._thread.advanced if self.in_step else 0.0)
+        return time.monotonic() - last
 
     async def close(self) -> None:
         """Stop after the running step."""

@@ -42,6 +42,18 @@ def test_decode_reads_blocks_while_prefill_computes_the_next_chunks(cluster: Clu
     assert began < reading < computed, timeline
 
 
+@pytest.mark.long
+def test_switched_off_one_comes_after_the_other(make_cluster: MakeCluster) -> None:
+    settings = {"kv.block_tokens": 8, "prefill.chunk_tokens": 16, "prefill.overlap": False}
+    cluster = make_cluster(settings=settings)
+    pictures = [grey_png(96, 96, shade) for shade in (140, 150)]
+    timeline = phases(cluster, WORDS * 12, *pictures, "What is this?")
+    landed = max(timeline[f"embedding transfer[{i}]"][1] for i in range(2))
+    (_, computed), (reading, _) = timeline["prefill"], timeline["kv transfer"]
+    assert landed < computed <= reading + 1, timeline
+    cluster.assert_clean()
+
+
 def test_pictures_are_encoded_and_read_within_prefill(cluster: Cluster) -> None:
     timeline = phases(cluster, WORDS * 12, grey_png(96, 96, 140), "What is this?")
     (began, computed), (encoding, _) = timeline["prefill"], timeline["encode[0]"]

@@ -57,6 +57,9 @@ class FakeLm:
         self.gate.set()
         self.batches: list[list[int]] = []
 
+    def report_layers(self, done: Callable[[], None]) -> None:
+        pass
+
     def positions(
         self, ids: torch.Tensor, items: Sequence[ImageItem], prompt: int
     ) -> tuple[torch.Tensor, int]:

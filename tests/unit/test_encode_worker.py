@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,9 @@ class Tower:
         self.batches: list[list[int]] = []
         self.gate = threading.Event()
         self.gate.set()
+
+    def report_layers(self, done: Callable[[], None]) -> None:
+        pass
 
     def encode(self, images: Sequence[PreparedImage]) -> list[torch.Tensor]:
         assert self.gate.wait(5)

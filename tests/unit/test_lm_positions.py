@@ -10,7 +10,8 @@ import torch
 
 from epd.errors import EpdError
 from epd.jobs import ImageItem
-from epd.models.lm import LanguageModel
+from epd.kv.pool import KvPool
+from epd.models.lm import ForwardBatch, LanguageModel, SequenceSlice
 
 
 def _item(rows: int, grid: tuple[int, ...]) -> ImageItem:
@@ -105,3 +106,12 @@ def test_no_vision_weight_is_held(lm: LanguageModel) -> None:
     names = [name for name, _ in lm.model.named_parameters()]
     assert names
     assert not [name for name in names if "vis" in name or "projector" in name]
+
+
+def test_every_layer_reports(lm: LanguageModel) -> None:
+    done: list[int] = []
+    lm.report_layers(lambda: done.append(1))
+    pool = KvPool(lm.kv_layout, 1)
+    positions, sequences = lm.continuation(0, 3, 0), [SequenceSlice(3, 3, [0])]
+    lm.forward(ForwardBatch(torch.tensor([3, 4, 5]), positions, sequences, [2]), pool)
+    assert len(done) == lm.model.config.get_text_config().num_hidden_layers

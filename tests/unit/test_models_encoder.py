@@ -138,3 +138,15 @@ def test_row_counts_that_disagree_are_refused(tiny_checkpoint: Tiny) -> None:
     with pytest.raises(EpdError) as caught:
         VisionEncoder.load(path).encode([replace(image, rows=image.rows + 1)])
     assert caught.value.kind is ErrorKind.INVALID_IMAGE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_of_the_tower_reports(tiny_checkpoint: Tiny, family: str) -> None:
+    path = tiny_checkpoint(family)
+    encoder = VisionEncoder.load(path)
+    done: list[int] = []
+    encoder.report_layers(lambda: done.append(1))
+    encoder.encode(_prepared(path, 1)[:1])
+    vision = encoder._model.config.vision_config
+    depth = getattr(vision, "depth", None) or vision.num_hidden_layers
+    assert len(done) >= depth

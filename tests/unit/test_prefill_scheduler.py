@@ -86,6 +86,28 @@ def test_text_and_first_image_run_while_the_third_is_missing() -> None:
     assert run(scheduler) == [(0, 0, 25)]
 
 
+def test_without_overlap_a_request_waits_for_all_its_images_and_no_other_does() -> None:
+    scheduler = Scheduler(100, 8, 10, overlap=False)
+    scheduler.admit(0, 20, [ItemSpan(0, range(3, 6)), ItemSpan(1, range(10, 14))])
+    scheduler.admit(1, 4)
+    scheduler.reserve(always)
+    assert run(scheduler) == [(1, 0, 4)]
+    scheduler.item_ready(0, 0)
+    assert not scheduler.runnable
+    assert run(scheduler) == []
+    scheduler.item_ready(0, 1)
+    assert [run(scheduler) for _ in range(3)] == [[(0, 0, 8)], [(0, 8, 16)], [(0, 16, 20)]]
+
+
+def test_without_overlap_images_inside_the_cached_prefix_are_not_waited_for() -> None:
+    scheduler = Scheduler(100, 100, 10, overlap=False)
+    scheduler.admit(0, 20, [ItemSpan(0, range(3, 6)), ItemSpan(1, range(10, 14))])
+    scheduler.reserve(lambda key: 8)
+    assert run(scheduler) == []
+    scheduler.item_ready(0, 1)
+    assert run(scheduler) == [(0, 8, 20)]
+
+
 def test_requests_share_a_step_and_a_long_one_does_not_hold_up_a_short_one() -> None:
     scheduler = Scheduler(step_tokens=10, chunk_tokens=8, max_queue=10)
     scheduler.admit(0, 30)

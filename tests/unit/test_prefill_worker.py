@@ -97,6 +97,28 @@ async def test_lost_blocks_wait_out_the_quarantine(bench: Bench) -> None:
     assert bench.used == 0
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+async def test_without_overlap_nothing_runs_before_the_image_and_blocks_come_at_the_end(
+    overlap: bool,
+) -> None:
+    bench = Bench(prefill__overlap=overlap, prefill__chunk_tokens=4)
+    ids = [20, 21, 22, 23, IMAGE, IMAGE, IMAGE, *range(30, 40)]
+    ticket = await bench.worker.submit(prefill_job(ids, items=(image(),)))
+    await until(ticket, Admitted)
+    await asyncio.sleep(0.05)
+    assert bench.lm.batches == ([ids[:4]] if overlap else [])
+    rows = page_aligned(4096)
+    bench.worker.embedding_ready(ticket, 0, announced(bench, rows))
+    events = await until(ticket, FirstToken)
+    assert [bench.lm.batches[n] for n in range(5)] == [ids[n : n + 4] for n in range(0, 17, 4)]
+    blocks = [len(event.handle.spans) for event in events if isinstance(event, KvReady)]
+    assert sum(blocks) == (4 if overlap else 5)  # the first one was told before the image
+    assert len(blocks) == (4 if overlap else 1)
+    bench.worker.close(ticket, clean=True)
+    await bench.worker.shut_down()
+    bench.idle()
+
+
 async def test_without_decode_nothing_is_announced_or_kept(bench: Bench) -> None:
     ticket = await bench.worker.submit(prefill_job([20, 21], max_tokens=1, follows=False))
     events = await until(ticket, FirstToken)

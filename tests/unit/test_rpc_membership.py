@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -179,6 +180,18 @@ async def test_a_silent_gateway_is_left_and_dialled_again() -> None:
     gateway.mute = True
     async with worker(port):
         await until(lambda: gateway.joins >= 2)
+    await server.stop(0)
+
+
+async def test_a_worker_that_lost_time_itself_keeps_its_gateway() -> None:
+    gateway, server, port = await start_gateway()
+    async with worker(port) as client:
+        await until(lambda: len(gateway.reports) >= 3)
+        for _ in range(2):
+            time.sleep(0.7)
+            await asyncio.sleep(0.2)
+            assert client.joined == 1
+    assert gateway.joins == 1
     await server.stop(0)
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from epd.obs import metrics
-from epd.runtime.steps import StepLoop
+from epd.runtime.steps import EngineThread, StepLoop
 
 
 async def test_steps_run_while_there_is_work_and_wait_for_a_poke() -> None:
@@ -80,6 +80,37 @@ async def test_a_step_that_hangs_is_a_stall_although_nothing_waits() -> None:
     release.set()
     await running
     await loop.close()
+
+
+async def test_a_long_step_that_goes_on_is_no_stall_nor_is_one_that_waits_for_it() -> None:
+    thread = EngineThread("both")
+    release = threading.Event()
+
+    async def step() -> bool:
+        return False
+
+    long, other = (StepLoop(name, step, lambda: False, thread) for name in ("prefill", "decode"))
+
+    def layers() -> None:
+        for _ in range(30):
+            time.sleep(0.02)
+            long.advance()
+        release.wait()
+
+    began = time.monotonic()
+    running = asyncio.create_task(long.run(layers, 1))
+    await asyncio.sleep(0.01)
+    waiting = asyncio.create_task(other.run(lambda: None, 1))
+    seen = 0.0
+    while thread.advanced < began + 0.55:
+        await asyncio.sleep(0.01)
+        seen = max(seen, long.stalled_for(), other.stalled_for())
+    assert seen < 0.3
+    await asyncio.sleep(0.6)
+    assert min(long.stalled_for(), other.stalled_for()) > 0.4, "now it hangs"
+    release.set()
+    await asyncio.gather(running, waiting)
+    await long.close()
 
 
 async def test_a_step_that_raises_is_counted_and_leaves_the_thread_usable() -> None:

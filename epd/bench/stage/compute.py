@@ -51,7 +51,11 @@ def read_case(lm: LanguageModel, threads: int) -> Case:
     each = itemsize if lm.quantize == "off" else 1 + itemsize / GROUP  # a scale for each group
     # Not the tensors' own sizes: what was packed has let go of them.
     count = sum(linear.in_features * linear.out_features for linear in _linears(lm))
-    nbytes = int(count * each)
+    return reading(int(count * each), threads)
+
+
+def reading(nbytes: int, threads: int) -> Case:
+    """Reads so many bytes from memory once, as fast as these threads can."""
     memory = huge_pages(nbytes // 64 * 64).fill_(1)
     library = build.load()
     run: Callable[[], object] = memory.view(torch.int64).sum
@@ -61,7 +65,11 @@ def read_case(lm: LanguageModel, threads: int) -> Case:
 
 
 def gemm_case(lm: LanguageModel) -> Case:
-    dtype = getattr(torch, lm.spec.dtype)
+    return gemm_of(getattr(torch, lm.spec.dtype))
+
+
+def gemm_of(dtype: torch.dtype) -> Case:
+    """A large matrix product by torch, with the threads that it is set to."""
     a, b = (torch.randn(GEMM_SIDE, GEMM_SIDE, dtype=dtype) for _ in range(2))
     product = partial(torch.matmul, a, b)
     return Case(f"GEMM {GEMM_SIDE}", product, 2 * GEMM_SIDE**3, "Gflop/s")
@@ -87,7 +95,7 @@ def encode_case(checkpoint: str, threads: int, sizes: Sizes, gemm: Case, kernels
     noise = torch.randint(0, 256, (side, side, 3), dtype=torch.uint8).numpy()
     image = Processor.load(checkpoint).prepare(Image.fromarray(noise), 1)
     name = f"encode {side} x {side}" + ("" if kernels == "auto" else ", kernels off")
-    flops = _encode_flops(checkpoint, threads, image)
+    flops = encode_flops(checkpoint, threads, image)
     return Case(name, partial(encoder.encode, [image]), flops, "Gflop/s", gemm)
 
 
@@ -125,7 +133,7 @@ def _linears(lm: LanguageModel) -> list[nn.Linear]:
     return [module for module in lm.model.modules() if isinstance(module, nn.Linear)]
 
 
-def _encode_flops(checkpoint: str, threads: int, image: PreparedImage) -> float:
+def encode_flops(checkpoint: str, threads: int, image: PreparedImage) -> float:
     """Counted in plain products: the counter doesn't know fused attention on CPUs."""
     encoder = VisionEncoder.load(checkpoint, threads=threads, kernels="off")
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

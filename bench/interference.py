@@ -1,0 +1,159 @@
+"""What bursts of image prompts do to running answers: split, monolithic, rivals.
+
+    python -m bench.interference CHECKPOINT OUT [--minutes 12] [--budgets 30,60,125,250]
+                                 [--bursts 1,2,4] [--vllm VENV --preload LIB:LIB]
+
+Steady streams decode all the time; every few seconds a burst of image prompts comes in
+between. Servers: split `epd` (decode and gateway on one half of the cores, encode and prefill
+on the other), monolithic `epd` (all stages in one process, all cores) with several chunk
+budgets (`prefill.step_ms`), and rivals that it is told of.
+
+1. Each server alone: medians of an unloaded stream and image prompt, which make the SLO
+   (TTFT <= 5 x, TPOT <= 2 x, of the best server of each kind).
+2. The middle burst, once for each budget: the monolithic server goes on with its best one,
+   that with the least p99 of the time between tokens, of those whose throughput is at least
+   0.9 of the best budget's.
+3. All loads at the servers that are left, in turn, round by round, until the time is over.
+
+Writes OUT/interference.{json,md,png}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.contenders import Contender, Start, all_running, epd_monolithic, epd_split, rival
+from bench.interference_figures import Found, best_budget, document, draw, tables
+from bench.peers import servers
+from bench.scenarios import AS_RECORDED, IMAGE, interference
+from epd.bench.campaign import connect
+from epd.bench.client import open_session
+from epd.bench.load import Limits, Round, Target, Workload, run_round
+from epd.bench.workload import UNLOADED, Picture, Shape
+
+STREAMS, TOKENS, BURSTS, EVERY_S = 4, 320, 2, 6.0
+_ALONE = 2
+_MONOLITHIC = "epd monolithic"
+
+
+def burst_load(images: int, seed: int) -> Workload:
+    """Steady streams, and bursts of so many image prompts."""
+    load = interference(STREAMS, TOKENS, BURSTS, images, EVERY_S)
+    return Workload(trace=load.trace, extra=load.extra, seed=seed)
+
+
+def alone(kind: str, seed: int) -> Workload:
+    """One request of a kind, with nobody else there."""
+    shape = Shape(60, 32, kind="steady")
+    if kind == "burst":
+        shape = Shape(80, 4, (Picture(*IMAGE, seed),), kind="burst")
+    return Workload([shape], extra={"ignore_eos": True, "logprobs": True}, seed=seed)
+
+
+async def experiment(contenders: Sequence[Contender], bursts: Sequence[int], until: float) -> Found:
+    """All three parts; `until` on the event loop's clock."""
+    found = Found(list(bursts), {c.name: c.how for c in contenders})
+    async with open_session(300.0) as http:
+        targets = [
+            await connect(c.name, c.url, http, c.model, "none", (c.pid,), c.extra)
+            for c in contenders
+        ]
+        await measure(found, targets, until)
+    return found
+
+
+async def measure(found: Found, targets: Sequence[Target], until: float) -> None:
+    clock = asyncio.get_running_loop().time
+    for number in range(_ALONE + 1):
+        for target in targets:
+            for kind in ("steady", "burst"):
+                done = await run_round(target, UNLOADED, number, alone(kind, number), Limits())
+                if number:
+                    found.alone.append(done)
+    middle = found.bursts[len(found.bursts) // 2]
+    for target in targets:
+        if target.name.startswith(_MONOLITHIC):
+            found.budgets.append(_told(await _burst(target, middle, 0)))
+    left = _without_worse_budgets(found, targets)
+    number, longest = 0, 0.0
+    while number < 1 or clock() + longest < until:
+        start = clock()
+        for images in found.bursts:
+            for target in _in_turn(left, number):
+                found.keep(images, _told(await _burst(target, images, number + 1)))
+        number, longest = number + 1, max(longest, clock() - start)
+
+
+def _without_worse_budgets(found: Found, targets: Sequence[Target]) -> list[Target]:
+    found.best = best_budget(found.budgets)
+    return [
+        target
+        for target in targets
+        if target.name == found.best or not target.name.startswith(_MONOLITHIC)
+    ]
+
+
+async def _burst(target: Target, images: int, number: int) -> Round:
+    return await run_round(target, AS_RECORDED, number, burst_load(images, number), Limits(240.0))
+
+
+def _told(done: Round) -> Round:
+    failed = [record for record in done.records if not record.ok]
+    said = f"; {len(failed)} failed: {failed[0].error} {failed[0].detail}" if failed else ""
+    print(f"{done.number:>3} {done.target}: {done.wall_s:.1f} s{said}", flush=True)
+    return done
+
+
+def _in_turn(targets: Sequence[Target], number: int) -> list[Target]:
+    start = number % len(targets)
+    return [*targets[start:], *targets[:start]]
+
+
+def main() -> None:
+    given = _arguments()
+    given.out.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + given.minutes * 60
+    with all_running(_starts(given)) as contenders:
+        found = asyncio.run(experiment(contenders, given.bursts, until))
+    (given.out / "interference.json").write_bytes(document(found))
+    told = tables(found) + "\n"
+    (given.out / "interference.md").write_text(told)
+    draw(found, given.out / "interference.png")
+    print(f"\n{told}")
+
+
+def _starts(given: argparse.Namespace) -> list[Start]:
+    threads, checkpoint, out = given.threads, given.checkpoint, given.out
+    starts = [epd_split(checkpoint, out)]
+    starts += [epd_monolithic(checkpoint, threads, out, ms) for ms in given.budgets]
+    if given.vllm:
+        vllm = servers.vllm(given.vllm, checkpoint, threads, given.preload)
+        starts.append(rival(vllm, out / "vllm.log", threads))
+    return starts
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--minutes", type=float, default=12.0)
+    parser.add_argument("--budgets", type=_numbers, default="30,60,125,250")
+    parser.add_argument("--bursts", type=_numbers, default="1,2,4")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--vllm", type=Path)
+    parser.add_argument("--preload", default="", help="libraries for vLLM: tcmalloc, OpenMP")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""`bench.interference` with scripted servers on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.interference import measure
+from bench.interference_figures import Found, best_budget, document, draw, tables
+from epd.bench.load import Target
+from tests.unit.bench_script import At, Script, answer
+from tests.unit.virtual_time import run
+
+
+def script(gap_s: float, image_gap_s: float) -> Script:
+    """Tokens at even times, or, of steady answers, every hundredth later by so much."""
+
+    def steps(body: dict[str, Any]) -> list[At]:
+        made = answer(0.2, gap_s, body["max_tokens"])
+        if body["max_tokens"] < 100:
+            return made
+        late = 0.0
+        shifted = []
+        for number, step in enumerate(made):
+            late += image_gap_s if number % 50 == 49 else 0.0
+            shifted.append(At(step.s + late, step.what))
+        return shifted
+
+    return Script(steps)
+
+
+SERVERS = {
+    "epd split": script(0.05, 0.0),
+    "epd monolithic, 30 ms": script(0.09, 0.3),  # low gaps, but far too slow
+    "epd monolithic, 60 ms": script(0.05, 0.4),
+    "epd monolithic, 250 ms": script(0.04, 0.9),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    async def main() -> Found:
+        made = Found([1, 2, 4], dict.fromkeys(SERVERS, "how"))
+        targets = [Target(name, "http://x/v1", server, "m") for name, server in SERVERS.items()]
+        until = asyncio.get_running_loop().time() + 300
+        await measure(made, targets, until)
+        assert asyncio.get_running_loop().time() < until
+        return made
+
+    return run(main())
+
+
+def test_the_best_budget_is_the_least_p99_that_keeps_its_throughput(found: Found) -> None:
+    assert found.best == best_budget(found.budgets) == "epd monolithic, 60 ms"
+    assert found.targets == ["epd split", "epd monolithic, 60 ms"]
+    assert all(len(found.of(images, "epd split")) >= 1 for images in (1, 2, 4))
+
+
+def test_latency_beside_throughput_and_goodput(found: Found) -> None:
+    rows = [line.split(" | ") for line in tables(found).splitlines() if line.startswith("| 4 ")]
+    split, mono, ratio = rows
+    assert float(split[3]) == pytest.approx(50, abs=1)
+    assert float(mono[3]) == pytest.approx(450, abs=5)
+    assert float(ratio[2]) == pytest.approx(9, abs=0.2)
+    assert float(ratio[3]) > 1
+    assert "100%" in split
+
+
+def test_document_and_picture(found: Found, tmp_path: Path) -> None:
+    whole = json.loads(document(found))
+    assert {row["part"] for row in whole["requests"]} == {
+        "alone", "budgets", "bursts of 1", "bursts of 2", "bursts of 4",
+    }  # fmt: skip
+    draw(found, tmp_path / "interference.png")
+    assert (tmp_path / "interference.png").stat().st_size > 10_000
