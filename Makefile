@@ -22,7 +22,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --retries 5
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos chaos soak gpu-check triton contract load-client fuzz bench-gateway soak-gateway check format protos parity clean
+.PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos chaos soak gpu-check triton contract load-client fuzz bench-gateway bench-overlap bench-growth bench-interference soak-gateway check format protos parity clean
 
 help: ## show this help
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -88,6 +88,15 @@ fuzz: $(READY) ## 10,000 mutated requests and picture files: no 5xx, no hang, no
 bench-gateway: $(READY) ## 1,000 streaming clients of a scripted engine, and what a token costs
 	$(BIN)/python -m bench.gateway --clients 1000 --tokens 64 --rate 4
 	$(BIN)/python -m bench.gateway --clients 64 --tokens 400 --rate 20
+
+bench-overlap: $(READY) ## 4 pictures, with and without overlap (CHECKPOINT=folder; about 8 minutes with 0.5 B)
+	$(BIN)/python -m bench.overlap $(CHECKPOINT) --rounds 7
+
+bench-growth: $(READY) ## cost over prompt length, pictures, streams, beside theory (CHECKPOINT=folder)
+	$(BIN)/python -m bench.growth $(CHECKPOINT) bench-out/growth --minutes 10
+
+bench-interference: $(READY) ## what image prompts do to running answers, split and monolithic (CHECKPOINT=folder)
+	$(BIN)/python -m bench.interference $(CHECKPOINT) bench-out/interference --minutes 12
 
 soak-gateway: $(READY) ## 50,000 cancelled gRPC streams, 20,000 to a dead server: nothing grows
 	$(BIN)/python -m bench.gateway.soak

@@ -50,7 +50,7 @@ def test_switched_off_one_comes_after_the_other(make_cluster: MakeCluster) -> No
     timeline = phases(cluster, WORDS * 12, *pictures, "What is this?")
     landed = max(timeline[f"embedding transfer[{i}]"][1] for i in range(2))
     (_, computed), (reading, _) = timeline["prefill"], timeline["kv transfer"]
-    assert landed < computed <= reading + 1, timeline
+    assert landed < (landed + computed) / 2 < reading, timeline
     cluster.assert_clean()
 
 
