@@ -7,7 +7,6 @@ asks Linux to kill it when the supervisor ends, however that ends.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -18,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epd.config import Config
+from epd.forkserver import ForkFailed, ForkServer, Process
 from epd.host import GATEWAY
-from epd.lifetime import expect_parent
 
 READY_PREFIX = "READY "
 """A stage prints one line with this and a JSON object on stdout when it serves."""
@@ -40,7 +39,8 @@ class Child:
     index: int
     settings: dict[str, str] = field(default_factory=dict)
     """Configuration of this child alone, on top of its environment."""
-    process: asyncio.subprocess.Process | None = None
+    process: Process | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     report: dict[str, Any] = field(default_factory=dict)
     """What the READY line said: pid and addresses."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -60,25 +60,30 @@ class Child:
     def running(self) -> bool:
         return self.process is not None and self.process.returncode is None
 
-    async def start(self, environ: Mapping[str, str]) -> None:
-        """Spawn the process; returns before it is ready."""
+    async def start(self, forks: ForkServer, environ: Mapping[str, str]) -> None:
+        """Make the process; returns before it is ready.
+
+        Raises:
+            StartFailure: none can be made.
+        """
         self.ready.clear()
         self.tail.clear()
-        self.process = process = await asyncio.create_subprocess_exec(
-            *command_line(self.role, self.settings),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=expect_parent(dict(environ)),
-            process_group=0,
-            limit=_LONGEST_LINE,
-        )
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self.readers = [
-            asyncio.create_task(self._read(process.stdout)),
-            asyncio.create_task(self._read(process.stderr)),
-        ]
+        command = command_line(self.role, self.settings)
+        readers, writers = zip(*(os.pipe() for _ in ("stdout", "stderr")), strict=True)
+        try:
+            self.process = await forks.spawn_soon(command, environ, *writers)
+        except BaseException as error:
+            for reader in readers:
+                os.close(reader)
+            if isinstance(error, ForkFailed):
+                raise StartFailure(f"{self.name}: {error}") from error
+            raise
+        finally:
+            for writer in writers:
+                os.close(writer)
+        self.ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self.process, _note_end, self.process, self.ended)
+        self.readers = [asyncio.create_task(self._read(reader)) for reader in readers]
 
     async def until_ready(self, limit_s: float) -> None:
         """Wait for the READY line.
@@ -100,21 +105,23 @@ class Child:
 
     async def wait(self) -> None:
         """Until the process has ended and its last lines are read."""
-        assert self.process is not None
-        await self.process.wait()
+        await self.ended.wait()
         await asyncio.wait(self.readers, timeout=1.0)
 
     def terminate(self) -> None:
         """Ask the process to drain and end."""
         assert self.process is not None
-        with contextlib.suppress(ProcessLookupError):
-            self.process.terminate()
+        self.process.terminate()
 
     def kill_group(self) -> None:
         """End at once whatever is left of the process and of those that it started."""
         if self.process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill_group()
+
+    def collect(self) -> None:
+        """Forget the dead among what an ended process had started."""
+        if self.process is not None:
+            self.process.collect()
 
     def why(self) -> str:
         """How it ended, and the last line that it printed."""
@@ -124,22 +131,33 @@ class Child:
         last = last.removeprefix(f"epd {self.role}: ")
         return f"{self.name} ({end}): {last}"
 
-    async def _read(self, stream: asyncio.StreamReader) -> None:
+    async def _read(self, fd: int) -> None:
         """Pass lines on under the child's name, except the READY line, which is for us."""
-        while True:
+        stream = asyncio.StreamReader(limit=_LONGEST_LINE)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(fd, "rb", buffering=0)
+        )
+        while not stream.at_eof():
             try:
                 line = await stream.readline()
             except ValueError:  # longer than the limit; the reader has dropped it
                 continue
-            if not line:
-                return
-            text = line.decode(errors="replace").rstrip()
-            if text.startswith(READY_PREFIX) and not self.ready.is_set():
-                self.report = json.loads(text.removeprefix(READY_PREFIX))
-                self.ready.set()
-            elif text:
-                self.tail.append(text)
-                print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
+            self._take(line.decode(errors="replace").rstrip())
+        transport.close()
+
+    def _take(self, text: str) -> None:
+        if text.startswith(READY_PREFIX) and not self.ready.is_set():
+            self.report = json.loads(text.removeprefix(READY_PREFIX))
+            self.ready.set()
+        elif text:
+            self.tail.append(text)
+            print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
+
+
+def _note_end(process: Process, ended: asyncio.Event) -> None:
+    asyncio.get_running_loop().remove_reader(process)
+    process.poll()
+    ended.set()
 
 
 def command_line(role: str, settings: Mapping[str, str]) -> list[str]:

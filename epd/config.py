@@ -295,6 +295,8 @@ class ServeConfig(_Section):
     """A process that isn't ready after this long has failed to start."""
     restart: bool = True
     """Start a process again that died."""
+    preload: bool = True
+    """Import torch, transformers and the model's classes once, for all processes (CPU only)."""
     backoff_s: float = Field(0.5, gt=0)
     """Wait before the first restart; doubles up to 30 s, until it has run for a minute."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -66,6 +67,8 @@ def serve_stage(role: str, config: Config) -> int:
     if role != GATEWAY:
         config = config.for_stages(parts)
     _prepare_environment(config.model.threads)
+    if torch := sys.modules.get("torch"):  # imported before this process was forked
+        torch.set_num_threads(config.model.threads)
     signal.signal(signal.SIGINT, _on_interrupt)
     try:
         pin(joined(getattr(config, part).cpus for part in parts))
@@ -76,6 +79,28 @@ def serve_stage(role: str, config: Config) -> int:
     except (OSError, ImportError) as error:
         return _failed(role, f"{type(error).__name__}: {error}")
     return 0
+
+
+def preload(model: str) -> None:
+    """Import what stages on CPUs import, so that forks of this process needn't.
+
+    It begins nothing that a fork would break: no thread, nothing of gRPC, Mooncake or a
+    device. `model` is a checkpoint, or "" for what all have in common. What can't be
+    imported is left to the stages that need it: they say why.
+    """
+    _prepare_environment(1)
+    with contextlib.suppress(ImportError, OSError, EpdError):
+        _serve_of(GATEWAY)
+        for stage in STAGES:
+            _builder(stage)
+        import epd.models.lm
+        import epd.runtime.kv  # noqa: F401
+        from epd.models.processor import load_hf_processor
+        from epd.models.spec import model_config, supported_class
+
+        if model:
+            supported_class(model_config(model), model)
+            load_hf_processor(model)
 
 
 def stages_of(role: str) -> tuple[str, ...]:

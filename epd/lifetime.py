@@ -7,6 +7,7 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _EXPECTED_PARENT = "EPD_PARENT_PID"
 
 
@@ -37,3 +38,18 @@ def die_with_expected_parent() -> None:
     die_with_parent()
     if os.getppid() != int(expected):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Ask Linux to make this process the parent of its descendants whose own parent ends.
+
+    They are then to be waited for like children.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "this system gives no orphans")
+
+
+def alone() -> bool:
+    """Whether this process has one thread, so that a fork of it has everything."""
+    return len(os.listdir("/proc/self/task")) == 1

@@ -32,7 +32,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from epd import sandbox_worker
 from epd.errors import EpdError, ErrorKind
+from epd.forked import fork_helper, may_fork
+from epd.forkserver import Process
 from epd.lifetime import expect_parent
 from epd.sandbox_worker import PREFIX, receive_exactly, send_request
 
@@ -282,17 +285,27 @@ class _Zygote:
         self._process.wait()
         self._control.close()
 
-    def _launch(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    def _be_zygote(self, fd: int, environ: Mapping[str, str]) -> None:
+        os.environ.update(environ)
+        sandbox_worker.main(fd, json.loads(self._task))
+
+    def _launch(self) -> tuple[subprocess.Popen[bytes] | Process, socket.socket]:
         self._loaded = False
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
-            process = subprocess.Popen(
-                [sys.executable, "-m", "epd.sandbox_worker", str(fd), self._task],
-                pass_fds=[fd],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=expect_parent(os.environ | _ONE_THREAD),
-            )
+            command = [sys.executable, "-m", "epd.sandbox_worker", str(fd), self._task]
+            environ = expect_parent(os.environ | _ONE_THREAD)
+            process: subprocess.Popen[bytes] | Process
+            if may_fork():
+                process = fork_helper(lambda: self._be_zygote(fd, environ), command, keep=fd)
+            else:
+                process = subprocess.Popen(
+                    command,
+                    pass_fds=[fd],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=environ,
+                )
         ours.settimeout(_START_S)
         return process, ours

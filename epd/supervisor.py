@@ -24,6 +24,7 @@ from typing import Any
 from epd.child import Child, StartFailure, child_environment
 from epd.config import Config, ServeConfig, WorkerConfig
 from epd.errors import EpdError, invalid
+from epd.forkserver import ForkServer
 from epd.host import GATEWAY, STAGES, stages_of
 
 _LONGEST_PAUSE_S = 30.0
@@ -43,6 +44,7 @@ class Supervisor:
             for place, (role, index) in enumerate(planned(config.serve))
         ]
         self._environ = child_environment(config, os.environ)
+        self._forks = ForkServer(self._environ, _imported(config))
         self._stopping = asyncio.Event()
 
     @property
@@ -64,6 +66,8 @@ class Supervisor:
             _complain(f"can't start: {failure}")
             await self._stop_all()
             return 1
+        finally:
+            self._forks.close()
         return 0 if await self._stop_all() else 1
 
     async def _start_all(self) -> None:
@@ -79,9 +83,9 @@ class Supervisor:
             self.gateway.settings["serve.encode"] = "0"
         for worker in self.workers:
             worker.settings["worker.gateways"] = f"{_reachable(host)}:{port}"
-        for child in self.children:
-            await child.start(self._environ)
         _say(f"starting {', '.join(child.name for child in self.children)}")
+        for child in self.children:
+            await child.start(self._forks, self._environ)
         await asyncio.gather(*map(self._until_ready, self.children))
         self._pin_ports()
         await self._until_joined()
@@ -146,12 +150,13 @@ class Supervisor:
                 pause = self.config.serve.backoff_s
             _complain(f"ended, starts again in {pause:g} s: {child.why()}")
             await asyncio.sleep(pause)
+            child.collect()
             pause = min(2 * pause, _LONGEST_PAUSE_S)
             await self._restart(child)
 
     async def _restart(self, child: Child) -> None:
-        await child.start(self._environ)
         try:
+            await child.start(self._forks, self._environ)
             await child.until_ready(self.config.serve.start_timeout_s)
             _say(f"{child.name} is back, {_where(child)}")
         except StartFailure:
@@ -184,6 +189,13 @@ class Supervisor:
         scheme = "https" if self.config.gateway.tls_cert else "http"
         url = f"{scheme}://{self.gateway.report['http']}/v1"
         _say(f"serving {name} at {url} after {seconds:.1f} s; Ctrl-C stops")
+
+
+def _imported(config: Config) -> str | None:
+    """The model whose imports are made once for all processes; None: each makes its own."""
+    # What CUDA is told before a fork it doesn't know after it.
+    shared = config.serve.preload and config.model.device == "cpu"
+    return config.model.path if shared else None
 
 
 def planned(config: ServeConfig) -> list[tuple[str, int]]:

@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -21,6 +22,7 @@ from functools import partial
 
 from epd.config import ModelConfig
 from epd.errors import EpdError, ErrorKind
+from epd.forked import may_fork, show_as
 from epd.lifetime import die_with_parent
 from epd.text.messages import ChatMessage, ImageSize, Tool
 from epd.text.prompt import PromptBuilder, PromptPlan
@@ -46,6 +48,10 @@ def _start(model: ModelConfig) -> None:
     """In a new process of the pool."""
     global _model
     die_with_parent()
+    show_as([sys.executable, "-m", "gateway.prompts"])
+    # If it is a fork: signals are its own affair, not those of the gateway's event loop.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Ctrl-C goes to the whole group; the gateway drains and then ends the pool.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Taking torch's modules apart takes a second and frees nothing that the kernel does not.
@@ -192,7 +198,7 @@ class PromptPool:
             return ThreadPoolExecutor(1, "prompt")
         return ProcessPoolExecutor(
             self._workers,
-            mp_context=multiprocessing.get_context("spawn"),
+            mp_context=multiprocessing.get_context("fork" if may_fork() else "spawn"),
             initializer=_start,
             initargs=(self._model,),
         )

@@ -1,8 +1,9 @@
 """A service of real processes for tests: start it, hurt it, look inside, prove it is clean.
 
-`Cluster` starts the stages as an operator would (``python -m epd.cli <role>``), each with its
-own log file, and keeps what their READY lines say. `assert_clean` is the promise that every
-test ends on: no block, lease, stream or task is left in any process.
+`Cluster` starts the stages as `epd serve` does or, in nodes of a network, as an operator would
+(``python -m epd.cli <role>``), each with its own log file, and keeps what their READY lines
+say. `assert_clean` is the promise that every test ends on: no block, lease, stream or task is
+left in any process.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 
 from epd.child import READY_PREFIX, command_line
+from epd.forkserver import Process
 from epd.lifetime import expect_parent
+from tests.e2e.forks import ROOT, start
 from tests.netns import LAN, Node
 
-ROOT = Path(__file__).resolve().parents[2]
 DEMO_CHECKPOINT = ROOT / "demo" / "checkpoint"
 GATEWAY, STAGES = "gateway", ("encode", "prefill", "decode")
 
@@ -97,7 +100,7 @@ class Worker:
     log: Path
     node: Node | None = None
     """Where it runs; None: on this machine itself."""
-    process: subprocess.Popen[str] | None = None
+    process: subprocess.Popen[str] | Process | None = None
     report: dict[str, Any] = field(default_factory=dict)
     _lines: queue.Queue[str | None] = field(default_factory=queue.Queue)
 
@@ -118,20 +121,28 @@ class Worker:
 
     def launch(self) -> None:
         self._lines = queue.Queue()
-        line = command_line(self.role, self.settings)
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                self.node.command(line) if self.node else line,
-                cwd=ROOT,
-                env=expect_parent(self.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                process_group=0,
-            )
-        reader = threading.Thread(target=_read, args=(self.process, self._lines), daemon=True)
+            self.process, stdout = self._start(command_line(self.role, self.settings), log)
+        reader = threading.Thread(target=_read, args=(stdout, self._lines), daemon=True)
         reader.start()
+
+    def _start(
+        self, line: list[str], log: TextIO
+    ) -> tuple[subprocess.Popen[str] | Process, TextIO]:
+        if self.node is None:
+            return start(line, self.environ, log.fileno())
+        process = subprocess.Popen(
+            self.node.command(line),
+            cwd=ROOT,
+            env=expect_parent(self.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            process_group=0,
+        )
+        assert isinstance(process.stdout, TextIOWrapper)
+        return process, process.stdout
 
     def until_ready(self) -> None:
         deadline = time.monotonic() + START_LIMIT_S
@@ -179,10 +190,9 @@ class Worker:
         return request(self.report["metrics"], "/metrics", timeout_s=10).body.decode()
 
 
-def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+def _read(stdout: TextIO, lines: queue.Queue[str | None]) -> None:
     """Its own queue: children may keep a dead process's output open until after its restart."""
-    assert process.stdout is not None
-    for line in process.stdout:
+    for line in stdout:
         lines.put(line)
     lines.put(None)
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.forks import start
+
 STAGES = ("encode", "prefill", "decode")
 START_S = 90.0
 
@@ -26,19 +28,15 @@ class StageProcess:
     ) -> None:
         flags = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
         self._log = log
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "epd.cli", stage, str(checkpoint), *flags],
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "EPD_FAULTS": faults},
-        )
+        command = [sys.executable, "-m", "epd.cli", stage, str(checkpoint), *flags]
+        environ = os.environ | {"OMP_NUM_THREADS": "1", "EPD_FAULTS": faults}
+        with log.open("w") as stderr:
+            self.process, self._stdout = start(command, environ, stderr.fileno())
         self.stage = stage
         self.address = self.metrics = ""
 
     def wait_ready(self) -> None:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self._stdout.readline()
         assert line.startswith("READY "), f"{self.stage} did not start:\n{self.log()}"
         facts = json.loads(line.removeprefix("READY "))
         assert facts["stage"] == self.stage

@@ -64,16 +64,18 @@ Make = Callable[..., Supervisor]
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """``make(**{"serve.encode": 2})``: a supervisor of stand-ins."""
-    script = tmp_path / "stand_in.py"
-    script.write_text(STAND_IN)
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
 
     def command_line(role: str, settings: Mapping[str, str]) -> list[str]:
-        return [sys.executable, str(script), role, *(f"{k}={v}" for k, v in settings.items())]
+        command = [sys.executable, "-m", "stand_in", role]
+        return [*command, *(f"{k}={v}" for k, v in settings.items())]
 
     monkeypatch.setattr(child_module, "command_line", command_line)
 
     def supervisor(**flags: object) -> Supervisor:
         defaults = {"worker.grace_s": 0.0, "serve.backoff_s": 0.05, "model.path": "/m"}
+        defaults["serve.preload"] = False
         return Supervisor(load_config(None, defaults | flags, {}))
 
     return supervisor

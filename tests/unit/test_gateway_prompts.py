@@ -49,7 +49,7 @@ def child() -> psutil.Process:
     found = [
         process
         for process in psutil.Process().children()
-        if "spawn_main" in " ".join(process.cmdline())
+        if process.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(process.cmdline())
     ]
     assert len(found) == 1
     return found[0]

@@ -115,7 +115,11 @@ async def test_memory_is_capped(make: Make) -> None:
 async def test_a_killed_zygote_is_started_again(make: Make) -> None:
     sandbox = make()
     await pid_of(sandbox)
-    (zygote,) = [p for p in psutil.Process().children() if "epd.sandbox_worker" in p.cmdline()]
+    (zygote,) = [
+        child
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE and "epd.sandbox_worker" in child.cmdline()
+    ]
     (worker,) = zygote.children()
     zygote.kill()
     psutil.wait_procs([worker], timeout=5)
