@@ -85,9 +85,10 @@ load-client: $(READY) ## a load client (aiperf, in a virtual environment of its 
 fuzz: $(READY) ## 10,000 mutated requests and picture files: no 5xx, no hang, no growth
 	$(BIN)/python -m tests.cases.fuzz --examples 10000
 
-bench-gateway: $(READY) ## 1,000 streaming clients of a scripted engine, and what a token costs
-	$(BIN)/python -m bench.gateway --clients 1000 --tokens 64 --rate 4
-	$(BIN)/python -m bench.gateway --clients 64 --tokens 400 --rate 20
+bench-gateway: $(READY) ## what the gateway adds to a scripted engine, and 1,000 streaming clients of it
+	$(BIN)/python -m bench.gateway.overhead
+	$(BIN)/python -m bench.gateway.streams --clients 1000 --tokens 64 --rate 4
+	$(BIN)/python -m bench.gateway.streams --clients 64 --tokens 400 --rate 20
 
 bench-overlap: $(READY) ## 4 pictures, with and without overlap (CHECKPOINT=folder; about 8 minutes with 0.5 B)
 	$(BIN)/python -m bench.overlap $(CHECKPOINT) --rounds 7

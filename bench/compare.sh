@@ -7,7 +7,7 @@ checkpoint=${1:?a checkpoint}; out=${2:?a folder}; minutes=${3:?minutes}; shift 
 python=${PYTHON:-python}
 end=$(($(date +%s) + minutes * 60))
 mkdir -p "$out"
-"$python" -m bench.gateway_overhead --requests 40 --json "$out/gateway.json" | tee "$out/gateway.md"
+"$python" -m bench.gateway.overhead --requests 40 --json "$out/gateway.json" | tee "$out/gateway.md"
 "$python" -m epd.cli bench ceiling | tee "$out/ceiling.txt"
 "$python" -m epd.cli bench stage "$checkpoint" --only compute,transfer --rounds 7 \
   --json "$out/stage.json" | tee "$out/stage.md"

@@ -73,7 +73,8 @@ def serve_stage(role: str, config: Config) -> int:
     try:
         pin(joined(getattr(config, part).cpus for part in parts))
         serve = _serve_of(role)
-        asyncio.run(serve(config))
+        with asyncio.Runner(loop_factory=_loop_factory(role)) as runner:
+            runner.run(serve(config))
     except EpdError as error:
         return _failed(role, error.message)
     except (OSError, ImportError) as error:
@@ -101,6 +102,16 @@ def preload(model: str) -> None:
         if model:
             supported_class(model_config(model), model)
             load_hf_processor(model)
+
+
+def _loop_factory(role: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """A gateway does nothing but wait for many sockets: libuv's loop takes less time for
+    that. The stages' loops have little to do, and keep to the standard one."""
+    if role != GATEWAY:
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
 
 
 def stages_of(role: str) -> tuple[str, ...]:

@@ -33,7 +33,9 @@ from gateway.responses import (
     AnswerEncoder,
     Begun,
     EventStream,
+    cancel,
     give_up,
+    gone,
     read_body,
     unless_gone,
 )
@@ -51,38 +53,44 @@ def build_app(service: ChatService, vocab_size: int, fingerprint: str) -> FastAP
     registry = service.pipeline.stages.registry
     started = int(time.time())
 
-    @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         request_id = new_request_id()
         request.state.request_id = request_id
         with logs.bind(request_id):
             return await _answer(request, request_id, service, partial(_chat, vocab_size))
 
-    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         request_id = new_request_id("cmpl")
         request.state.request_id = request_id
         with logs.bind(request_id):
             return await _answer(request, request_id, service, partial(_completion, vocab_size))
 
-    @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
         request_id = new_request_id("resp")
         request.state.request_id = request_id
         with logs.bind(request_id):
             return await _answer(request, request_id, service, partial(_response, vocab_size))
 
-    @app.post("/tokenize")
     async def tokenize_route(request: Request) -> Response:
         with service.budget.hold() as hold, service.receiving():
             body = await _read(request, service, hold)
             return _json(await tokenize(service, body, vocab_size, hold))
 
-    @app.post("/detokenize")
     async def detokenize_route(request: Request) -> Response:
         with service.budget.hold() as hold, service.receiving():
             body = await _read(request, service, hold)
             return _json(detokenize(service, body, vocab_size))
+
+    posted = {
+        "/v1/chat/completions": chat_completions,
+        "/v1/completions": completions,
+        "/v1/responses": responses,
+        "/tokenize": tokenize_route,
+        "/detokenize": detokenize_route,
+    }
+    for path, endpoint in posted.items():
+        # Starlette's own routes: FastAPI's would look for arguments to fill in first.
+        app.add_route(path, endpoint, methods=["POST"])
 
     @app.get("/version")
     async def version() -> Response:
@@ -253,20 +261,21 @@ async def _stream(
     """Until there is output, a fault still gets a status of its own instead of an event;
     but no longer than a client may be left without a sign."""
     ping_s = service.config.gateway.ping_s
+    left = asyncio.create_task(gone(request.receive))
     try:
-        await unless_gone(request.receive, _settled(begun, ping_s or None))
+        await asyncio.wait(
+            {begun, left}, timeout=ping_s or None, return_when=asyncio.FIRST_COMPLETED
+        )
+        if begun.done():
+            begun.result()
+        elif left.done():
+            raise ClientGone
     except BaseException:
+        await cancel(left)
         await give_up(begun)
         raise
     within_s = service.config.limits.request_deadline_s
-    return EventStream(begun, encoding.refused, ping_s, within_s, headers)
-
-
-async def _settled(task: asyncio.Task[Any], within_s: float | None) -> None:
-    """Raises what it raised, if it is done by then."""
-    await asyncio.wait([task], timeout=within_s)
-    if task.done():
-        task.result()
+    return EventStream(begun, left, encoding.refused, ping_s, within_s, headers)
 
 
 async def _whole(answer: Answer, encoder: AnswerEncoder) -> bytes:

@@ -1,7 +1,9 @@
 """A request's pictures: read or fetched, checked by their headers, named by a digest.
 
-Fetching is on the event loop, headers are read in a sandbox, the rest in threads. Pictures
-of one request are worked on side by side; the first fault ends the others.
+Fetching is on the event loop, headers are read in a sandbox, the rest in threads. What is
+small and plain is done at once on the event loop: to wake a thread or a process and be woken
+by it takes longer. Pictures of one request are worked on side by side; the first fault ends
+the others.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import TypeVar
 
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
@@ -20,12 +22,15 @@ from epd.text.messages import ImageSize
 from gateway.budget import Hold
 from gateway.content import ImageSource
 from gateway.fetch import Fetcher, is_web_url
-from gateway.headers import HeaderReader
+from gateway.headers import HeaderReader, is_plain
 from gateway.pictures import file_bytes
 
 _THREADS = 2
+_SMALL = 384 << 10
+"""Characters of base64, or bytes: 256 KiB of a file, and half a millisecond of work."""
 _JOB_OVERHEAD = 4096
 """Bytes of an EncodeJob beside the image."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,8 @@ class PictureReader:
         Raises:
             EpdError: one of them can't be had or used; `param` names it.
         """
+        if not sources:
+            return []
         fetches = _Fetches(hold, salt)
         tasks = [asyncio.create_task(self._one(s, len(sources), fetches)) for s in sources]
         try:
@@ -108,11 +115,17 @@ class PictureReader:
                 fetch = self._fetch(url, source.param, fetches)
                 fetches.tasks[url] = asyncio.create_task(fetch)
             source = replace(source, value=await fetches.tasks[url])
-        loop = asyncio.get_running_loop()
-        data = await loop.run_in_executor(self._threads, self._file, source)
-        header = await self._headers.read(data, source.param)
-        name = partial(self._named, source, images, data, header, fetches.salt)
-        return await loop.run_in_executor(self._threads, name)
+        small = len(source.value) <= _SMALL
+        data = self._file(source) if small else await self._in_thread(self._file, source)
+        if small and is_plain(data):
+            header = self._headers.read_plain(data, source.param)
+        else:
+            header = await self._headers.read(data, source.param)
+        named = (source, images, data, header, fetches.salt)
+        return self._named(*named) if small else await self._in_thread(self._named, *named)
+
+    async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def _file(self, source: ImageSource) -> bytes:
         data = file_bytes(source, self._config.limits)

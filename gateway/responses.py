@@ -95,22 +95,24 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         ClientGone: it did.
     """
     task = asyncio.create_task(work)
-    watch = asyncio.create_task(_gone(receive))
+    watch = asyncio.create_task(gone(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
         return task.result()
     finally:
-        await _cancel(task, watch)
+        await cancel(task, watch)
 
 
-async def _gone(receive: Receive) -> None:
+async def gone(receive: Receive) -> None:
+    """Return when the client has left, or its answer is complete."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+async def cancel(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel them and see them end."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
@@ -154,7 +156,8 @@ class EventStream(Response):
 
     Exactly one terminal: the finish chunks and [DONE], or an error event and [DONE].
     While there is nothing to send, every `ping_s` (0: never) a comment keeps what lies
-    between us and the client from closing the connection.
+    between us and the client from closing the connection. `left` is done when the client
+    is gone; the stream ends it.
     """
 
     media_type = "text/event-stream"
@@ -162,6 +165,7 @@ class EventStream(Response):
     def __init__(
         self,
         opening: asyncio.Task[Begun],
+        left: asyncio.Task[None],
         refused: Callable[[EpdError], bytes],
         ping_s: float,
         within_s: float,
@@ -169,6 +173,7 @@ class EventStream(Response):
     ) -> None:
         loop = asyncio.get_running_loop()
         self._opening = opening
+        self._left = left
         self._refused = refused
         self._ping_s = ping_s
         self._until = loop.time() + within_s + _LINGER_S
@@ -181,12 +186,11 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = asyncio.create_task(self._send(send))
-        watch = asyncio.create_task(_gone(receive))
         try:
-            await self._wait({sender, watch}, send)
+            await self._wait({sender, self._left}, send)
         finally:
             await give_up(self._opening)
-            await _cancel(sender, watch)
+            await cancel(sender, self._left)
         if sender.cancelled():
             _log.info("the client is gone")
         elif (error := sender.exception()) is not None and not isinstance(error, OSError):
@@ -229,18 +233,21 @@ class EventStream(Response):
             self._over = True
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _begun(self) -> Begun:
+        if self._opening.done():
+            return self._opening.result()
+        return await asyncio.shield(self._opening)
+
     async def _chunks(self) -> AsyncIterator[bytes]:
         """Never empty ones: an empty body would end the answer."""
         try:
-            begun = await asyncio.shield(self._opening)
+            begun = await self._begun()
         except EpdError as error:
             _told(error)
             yield self._refused(error)
             return
         encoder = begun.encoder
-        if chunk := encoder.first():
-            yield chunk
-        if chunk := encoder.part(begun.first):
+        if chunk := encoder.first() + encoder.part(begun.first):
             yield chunk
         try:
             async for part in begun.parts:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
@@ -226,6 +226,12 @@ class _Line:
     generation: int
     calls: int = 0
     """Under way. A count, since a stream that is kept here keeps 27 KB."""
+    stubs: dict[Stage, Any] = field(default_factory=dict)
+
+    def stub(self, stage: Stage) -> Any:
+        if stage not in self.stubs:
+            self.stubs[stage] = _STUBS[stage](self.channel)
+        return self.stubs[stage]
 
     def release(self) -> None:
         self.calls -= 1
@@ -247,7 +253,7 @@ class Connections:
     def open(self, stage: Stage, worker: Worker, timeout_s: float, request_id: str) -> StageStream:
         """Start a call. It ends at the deadline by itself."""
         line = self._line(worker)
-        call = _STUBS[stage](line.channel).Run(
+        call = line.stub(stage).Run(
             timeout=max(timeout_s, 0.001), metadata=(("x-request-id", request_id),)
         )
         line.calls += 1

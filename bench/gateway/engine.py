@@ -1,14 +1,16 @@
-"""A scripted engine: prefill and decode that compute nothing and keep the stages' contract.
+"""A scripted engine: stages in one process that compute nothing and keep their contract.
 
     python -m bench.gateway.engine MEMBERSHIP FINGERPRINT TOKENS RATE
 
 Every stream gets one token a tick, RATE ticks a second (0: as fast as it is read), as
-decode's batches give them: all streams at once. TOKENS is the length of every answer.
+decode's batches give them: all streams at once. Pictures are encoded and fetched in no time.
+TOKENS is the length of every answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -23,6 +25,8 @@ from protos.epd.v1 import (
     common_pb2,
     decode_pb2,
     decode_pb2_grpc,
+    encode_pb2,
+    encode_pb2_grpc,
     membership_pb2,
     membership_pb2_grpc,
     prefill_pb2,
@@ -63,8 +67,22 @@ class Ticks:
             self._next = asyncio.Event()
 
 
+class Encode(encode_pb2_grpc.EncodeServicer):
+    """Has every picture's rows at once."""
+
+    async def Run(  # type: ignore[override]
+        self, requests: AsyncIterator[encode_pb2.EncodeRequest], context: Any
+    ) -> None:
+        job = await job_of(requests)
+        handle = common_pb2.Handle(contract=common_pb2.Contract(nonce=job.nonce))
+        ready = encode_pb2.ItemReady(index=job.item.index, handle=handle)
+        await context.write(encode_pb2.EncodeEvent(ready=ready))
+        async for _ in requests:  # until the gateway ends the lease
+            pass
+
+
 class Prefill(prefill_pb2_grpc.PrefillServicer):
-    """Admits, announces one run of blocks, gives a token."""
+    """Admits, takes every picture's rows, announces one run of blocks, gives a token."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
@@ -75,8 +93,16 @@ class Prefill(prefill_pb2_grpc.PrefillServicer):
         job = await job_of(requests)
         total = len(job.token_ids)
         event = prefill_pb2.PrefillEvent
-        await context.write(event(admitted=prefill_pb2.Admitted(position_delta=0)))
-        await context.write(event(kv_ready=prefill_pb2.KvReady(first_block=0, tokens=total)))
+        missing = range(len(job.items))
+        admitted = prefill_pb2.Admitted(position_delta=0, missing_items=missing)
+        await context.write(event(admitted=admitted))
+        for _ in missing:
+            index = (await anext(requests)).embedding_ready.index
+            fetched = prefill_pb2.EmbeddingFetched(index=index)
+            await context.write(event(embedding_fetched=fetched))
+        if job.decode_follows:
+            ready = prefill_pb2.KvReady(first_block=0, tokens=total)
+            await context.write(event(kv_ready=ready))
         given = prefill_pb2.FirstToken(token=token(0), kv_tokens=total)
         await context.write(event(first_token=given))
         async for request in requests:
@@ -130,13 +156,19 @@ async def join(membership: str, hello: membership_pb2.Hello) -> None:
 
 async def main(membership: str, fingerprint: str, tokens: int, rate: float) -> None:
     ticks = Ticks(rate)
-    server = Server("engine", ["epd.v1.Prefill", "epd.v1.Decode"], RpcConfig(), 32 << 20)
+    services = ["epd.v1.Encode", "epd.v1.Prefill", "epd.v1.Decode"]
+    server = Server("engine", services, RpcConfig(), 32 << 20)
+    encode_pb2_grpc.add_EncodeServicer_to_server(Encode(), server.grpc)
     prefill_pb2_grpc.add_PrefillServicer_to_server(Prefill(tokens), server.grpc)
     decode_pb2_grpc.add_DecodeServicer_to_server(Decode(tokens, ticks), server.grpc)
     address = await server.start("127.0.0.1", 0)
     await server.set_serving(True)
     hello = membership_pb2.Hello(
-        stages=[membership_pb2.STAGE_PREFILL, membership_pb2.STAGE_DECODE],
+        stages=[
+            membership_pb2.STAGE_ENCODE,
+            membership_pb2.STAGE_PREFILL,
+            membership_pb2.STAGE_DECODE,
+        ],
         address=address,
         epoch=1,
         fingerprint=fingerprint,
@@ -145,7 +177,7 @@ async def main(membership: str, fingerprint: str, tokens: int, rate: float) -> N
         kv_block_shape=[1],
         version=__version__,
     )
-    print("READY", flush=True)
+    print(f"READY {json.dumps({'grpc': address})}", flush=True)
     await asyncio.gather(ticks.run(), join(membership, hello))
 
 

@@ -19,7 +19,7 @@ import time
 import grpc.aio
 import psutil
 
-from bench.gateway.__main__ import CHECKPOINT, SETTINGS, child, served, until_ready
+from bench.gateway.processes import engine, gateway
 from epd.client import AsyncClient, Client, user
 from epd.config import RpcConfig
 from epd.errors import EpdError
@@ -139,13 +139,8 @@ def main() -> int:
         asyncio.run(dead_async(options.dead)),
         asyncio.run(dead_stage(options.dead)),
     ]
-    command = ("-m", "epd.cli", "gateway", str(CHECKPOINT), *SETTINGS)
-    with child(*command) as (gateway, report):
-        _, fingerprint = served(report["http"])
-        engine = ("-m", "bench.gateway.engine", report["membership"], fingerprint, "64", "20")
-        with child(*engine):
-            until_ready(report["http"])
-            grown.append(asyncio.run(cancelled(report["grpc"], gateway, options.cancelled)))
+    with gateway() as (server, addresses), engine(addresses, 64, 20):
+        grown.append(asyncio.run(cancelled(addresses["grpc"], server, options.cancelled)))
     return int(max(grown) > options.most)
 
 

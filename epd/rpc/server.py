@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import time
@@ -19,10 +20,13 @@ from epd.errors import EpdError, ErrorKind
 from epd.obs import metrics
 from epd.obs.logs import request_id
 from epd.rpc.channels import Options, server_options
+from epd.rpc.cut import cut_off
 from epd.rpc.status import internal, to_status
 
 logger = logging.getLogger(__name__)
 _OURS = "/epd.v1."
+TAKEN_WITHIN_S = 5.0
+"""A status that waits so long behind messages that nobody reads is not waited for."""
 
 
 class Server:
@@ -100,7 +104,7 @@ class TypedErrors(grpc.aio.ServerInterceptor):
     """Turns whatever a servicer of ours raises into a status, counts and logs it.
 
     The one place where exceptions become statuses. A cancelled stream stays
-    cancelled.
+    cancelled. A status that the peer doesn't take ends the stream without one.
     """
 
     def __init__(self, stage: str, count_streams: bool = True) -> None:
@@ -175,7 +179,13 @@ class TypedErrors(grpc.aio.ServerInterceptor):
         level = logging.INFO if error.mapping.users_fault else logging.WARNING
         logger.log(level, error.message, extra={"kind": str(error.kind), "param": error.param})
         code, message, metadata = to_status(error)
-        await context.abort(code, message, tuple(metadata))
+        try:
+            async with asyncio.timeout(TAKEN_WITHIN_S):
+                await context.abort(code, message, tuple(metadata))
+        except TimeoutError:
+            found = cut_off()
+            logger.warning("the peer takes no status", extra={"cut_off": found})
+            raise asyncio.CancelledError from None
 
 
 async def _write_all(events: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -11,11 +13,13 @@ import pytest
 
 from epd.jobs import Stage
 from epd.rpc import convert
+from epd.rpc import server as rpc_server
 from gateway import grpc_receipt
 from gateway.main import Loaded
 from protos.epd.v1 import gateway_pb2_grpc
 from tests.cases.test_grpc import ask
 from tests.e2e.fake_stages import Call, hang
+from tests.e2e.gateway_house import House
 from tests.e2e.test_gateway_bounds import opened
 
 pytestmark = pytest.mark.timeout(60)
@@ -99,9 +103,12 @@ async def test_bytes_of_all_messages_in_flight_are_bounded(loaded: Loaded) -> No
         first.cancel()
 
 
-async def test_a_reader_that_never_reads_is_cut_off(
+@asynccontextmanager
+async def unread(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> AsyncIterator[tuple[House, grpc.aio.Channel, Any, list[int]]]:
+    """A call whose client reads its first event only, when the gateway has given it up; and
+    how many tokens were made for it."""
     # More than the wire allows: the kernel's buffers on the way swallow megabytes.
     monkeypatch.setattr(convert, "_MAX_TOP", 800)
     async with opened(loaded, slow_reader_s=1.0) as house:
@@ -128,10 +135,43 @@ async def test_a_reader_that_never_reads_is_cut_off(
                     await asyncio.sleep(0.05)
             await house.settled()
             assert 0 < made[0] < 1400
-            seen = 0
-            with pytest.raises(grpc.aio.AioRpcError) as caught:  # noqa: PT012 (a loop)
-                while await call.read() is not grpc.aio.EOF:
-                    seen += 1
-            assert caught.value.code() is grpc.StatusCode.CANCELLED
-            assert "took nothing of its answer for 1 s" in (caught.value.details() or "")
-            assert 0 < seen < made[0]
+            yield house, channel, call, made
+
+
+async def test_a_reader_that_reads_late_is_told_why(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with unread(loaded, monkeypatch) as (_, _, call, made):
+        seen = 0
+        with pytest.raises(grpc.aio.AioRpcError) as caught:  # noqa: PT012 (a loop)
+            while await call.read() is not grpc.aio.EOF:
+                seen += 1
+        assert caught.value.code() is grpc.StatusCode.CANCELLED
+        assert "took nothing of its answer for 1 s" in (caught.value.details() or "")
+        assert 0 < seen < made[0]
+
+
+def served(method: str) -> int:
+    """Calls of a method that a grpc.aio server of this process has."""
+    names = (task.get_name() for task in asyncio.all_tasks())
+    return sum(name == f"HandleExceptions[{method}]" for name in names)
+
+
+async def test_a_reader_that_never_reads_is_cut_off(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream alone: the connection goes on."""
+    monkeypatch.setattr(rpc_server, "TAKEN_WITHIN_S", 0.5)
+    async with unread(loaded, monkeypatch) as (house, channel, call, _):
+        async with asyncio.timeout(5):
+            while served(CHAT):
+                await asyncio.sleep(0.05)
+        house.script.output = [300, 301]
+        house.script.alternatives = 0
+        stub: gateway_pb2_grpc.GatewayStub = gateway_pb2_grpc.GatewayStub(channel)
+        assert [event async for event in stub.Chat(ask())][-1].HasField("finished")
+        # gRPC's core drops what a peer has not read yet when the stream is reset.
+        with pytest.raises(grpc.aio.AioRpcError) as caught:  # noqa: PT012 (a loop)
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert caught.value.code() is grpc.StatusCode.CANCELLED

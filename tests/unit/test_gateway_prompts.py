@@ -15,8 +15,8 @@ import pytest
 
 from epd.config import ModelConfig
 from epd.errors import EpdError, ErrorKind
-from epd.text.messages import ChatMessage, ImagePart, ImageSize, TextPart
-from epd.text.prompt import PromptBuilder
+from epd.text.messages import ChatMessage, ImagePart, ImageSize, TextPart, Tool, ToolCall
+from epd.text.prompt import PromptBuilder, PromptPlan
 from gateway.checkpoint import Loaded, read
 from gateway.prompts import PromptPool
 
@@ -49,7 +49,8 @@ def child() -> psutil.Process:
     found = [
         process
         for process in psutil.Process().children()
-        if process.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(process.cmdline())
+        if process.status() != psutil.STATUS_ZOMBIE
+        and "gateway.prompt_process" in " ".join(process.cmdline())
     ]
     assert len(found) == 1
     return found[0]
@@ -69,17 +70,61 @@ async def test_errors_cross_the_process_border(pool: PromptPool) -> None:
     assert caught.value.param == "messages[0].content[0]"
 
 
-async def test_a_dead_process_fails_what_it_had_and_is_replaced(pool: PromptPool) -> None:
+async def test_a_dead_process_fails_what_it_had_and_no_more(pool: PromptPool) -> None:
+    """The third request still waits outside: another process answers it."""
     process = child()
     process.suspend()
-    at_hand = [asyncio.create_task(pool.build(MESSAGES, SIZES, 4096)) for _ in range(3)]
+    asked = [asyncio.create_task(pool.build(MESSAGES, SIZES, 4096)) for _ in range(3)]
     await asyncio.sleep(0.2)
     os.kill(process.pid, signal.SIGKILL)
-    for result in await asyncio.gather(*at_hand, return_exceptions=True):
+    *at_hand, waiting = await asyncio.gather(*asked, return_exceptions=True)
+    for result in at_hand:
         assert isinstance(result, EpdError)
         assert result.kind is ErrorKind.STAGE_UNAVAILABLE
+    assert isinstance(waiting, PromptPlan)
     assert pool.rebuilt == 1
-    assert (await pool.build(MESSAGES, SIZES, 4096)).image_tokens > 0
+    assert not process.is_running()
+
+
+async def test_requests_that_were_given_up_take_their_place_until_answered(
+    pool: PromptPool,
+) -> None:
+    """Else clients that leave could heap them up in front of a process that is busy."""
+    process = child()
+    process.suspend()
+    given_up = [asyncio.create_task(pool.build(MESSAGES, SIZES, 4096)) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    for task in given_up:
+        task.cancel()
+    waiting = asyncio.create_task(pool.build(MESSAGES, SIZES, 4096))
+    await asyncio.sleep(0.05)
+    assert pool.at_hand == 2
+    process.resume()
+    assert (await waiting).image_tokens > 0
+    assert pool.at_hand == 0
+
+
+async def test_everything_in_a_conversation_crosses_the_border(
+    pool: PromptPool, builder: PromptBuilder
+) -> None:
+    call = ToolCall("look", '{"at": "\u00e9\u4e16"}')
+    messages = [
+        ChatMessage("system", (TextPart(""),)),
+        ChatMessage("user", (TextPart("a\u0000\U0001f600"), ImagePart(0), TextPart("<|im_end|>"))),
+        ChatMessage("assistant", (), (call,)),
+        ChatMessage("tool", (TextPart("seen"),)),
+    ]
+    tools = [Tool("look", "where", '{"type": "object"}')]
+    try:
+        wanted: object = builder.build(messages, SIZES, 4096, tools)
+    except EpdError as error:  # this template takes no tools: its reason crosses, too
+        wanted = (error.kind, error.message, error.param)
+    try:
+        got: object = await pool.build(messages, SIZES, 4096, tools)
+    except EpdError as error:
+        got = (error.kind, error.message, error.param)
+    assert got == wanted
+    assert await pool.encode("a <|im_end|> b", 4096) == builder.encode("a <|im_end|> b")
 
 
 async def test_a_process_says_what_the_checkpoint_is(path: str) -> None:

@@ -1,54 +1,27 @@
 """How much a streamed token costs the gateway, and how many streams it bears.
 
-    python -m bench.gateway --clients 1000 --tokens 64 --rate 4
-    python -m bench.gateway --clients 64 --tokens 200 --rate 20 --rounds 3
+    python -m bench.gateway.streams --clients 1000 --tokens 64 --rate 4
+    python -m bench.gateway.streams --clients 64 --tokens 200 --rate 20 --rounds 3
 
 A real gateway process over a scripted engine (no model), real sockets on loopback; then,
 interleaved, the same uvicorn sending ready-made events at the same pace. CPU time is that of
-the serving process alone. Exit code 1 if any stream was not whole.
+the serving process, with its children. Exit code 1 if any stream was not whole.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
 import statistics
-import subprocess
 import sys
 import threading
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from bench.gateway.clients import Outcome, request, run
-from bench.gateway.engine import DTYPE
-from epd.lifetime import expect_parent
-
-CHECKPOINT = Path(__file__).resolve().parents[2] / "demo" / "checkpoint"
-_READY_S = 120
-_SET = {
-    "gateway.http_port": 0,
-    "gateway.grpc_port": 0,
-    "gateway.membership_port": 0,
-    "gateway.max_connections": 10_000,
-    "gateway.dead_s": 60,  # on a full machine the engine's own loop may lag
-    "limits.max_inflight": 10_000,
-    "limits.max_context": 4096,
-    "model.dtype": DTYPE,
-    "log.level": "error",
-}
-
-
-SETTINGS = [part for key, value in _SET.items() for part in ("--set", f"{key}={value}")]
-"""Of the gateway: any free ports, and room for all streams."""
+from bench.gateway.processes import CHECKPOINT, child, cpu_s, engine, gateway, served
 
 
 @dataclass
@@ -69,39 +42,8 @@ class Round:
         return [one for one in self.outcomes if one.status != 200 or not one.done or one.error]
 
 
-@contextmanager
-def child(*arguments: str) -> Iterator[tuple[psutil.Process, dict[str, Any]]]:
-    """A process of this interpreter that prints READY, with what it says there."""
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=expect_parent(dict(os.environ)),
-    )
-    assert process.stdout is not None
-    timer = threading.Timer(_READY_S, process.kill)
-    timer.start()
-    try:
-        line = ""
-        while not line.startswith("READY"):
-            line = process.stdout.readline()
-            if not line:
-                raise SystemExit(f"{arguments[1]} did not start")
-        timer.cancel()
-        report = line.removeprefix("READY").strip()
-        yield psutil.Process(process.pid), json.loads(report) if report else {}
-    finally:
-        timer.cancel()
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 def measure(server: psutil.Process, address: str, raw: bytes, clients: int, ramp_s: float) -> Round:
-    before, peak, over = server.cpu_times(), [server.memory_info().rss], threading.Event()
+    before, peak, over = cpu_s(server), [server.memory_info().rss], threading.Event()
 
     def watch() -> None:
         while not over.wait(0.1):
@@ -112,17 +54,9 @@ def measure(server: psutil.Process, address: str, raw: bytes, clients: int, ramp
     outcomes = asyncio.run(run(address, raw, clients, ramp_s))
     over.set()
     thread.join()
-    after = server.cpu_times()
-    cpu_s = after.user + after.system - before.user - before.system
+    used = cpu_s(server) - before
     ended = max(outcome.ended for outcome in outcomes)
-    return Round(outcomes, cpu_s, ended - min(o.sent for o in outcomes), peak[0])
-
-
-def served(address: str) -> tuple[str, str]:
-    """Id and fingerprint of the model."""
-    with urllib.request.urlopen(f"http://{address}/v1/models", timeout=10) as reply:
-        model = json.load(reply)["data"][0]
-    return model["id"], model["fingerprint"]
+    return Round(outcomes, used, ended - min(o.sent for o in outcomes), peak[0])
 
 
 def show(name: str, rounds: list[Round], tokens: int) -> float:
@@ -143,41 +77,39 @@ def show(name: str, rounds: list[Round], tokens: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="bench.gateway", description=__doc__.partition("\n")[0])
+    about = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="bench.gateway.streams", description=about)
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rate", type=float, default=4.0, help="tokens a second of one stream")
     parser.add_argument("--ramp", type=float, default=2.0, help="seconds until all have begun")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--checkpoint", default=str(CHECKPOINT))
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     options = parser.parse_args()
     tokens, rate = str(options.tokens), str(options.rate)
-    gateway_command = ("-m", "epd.cli", "gateway", options.checkpoint, *SETTINGS)
     with (
-        child(*gateway_command) as (gateway, report),
+        gateway(options.checkpoint) as (server, addresses),
         child("-m", "bench.gateway.ceiling", tokens, rate) as (ceiling, web),
+        engine(addresses, options.tokens, options.rate),
     ):
-        model, fingerprint = served(report["http"])
-        engine = ("-m", "bench.gateway.engine", report["membership"], fingerprint, tokens, rate)
-        with child(*engine):
-            return compare(options, (gateway, report["http"]), (ceiling, web["http"]), model)
+        model, _ = served(addresses["http"])
+        return compare(options, (server, addresses["http"]), (ceiling, web["http"]), model)
 
 
 def compare(
     options: argparse.Namespace,
-    gateway: tuple[psutil.Process, str],
+    server: tuple[psutil.Process, str],
     ceiling: tuple[psutil.Process, str],
     model: str,
 ) -> int:
-    raw = request(gateway[1], model, options.tokens)
-    until_ready(gateway[1])
-    measure(*gateway, raw, min(options.clients, 100), options.ramp)  # warm
-    rss = gateway[0].memory_info().rss
+    raw = request(server[1], model, options.tokens)
+    measure(*server, raw, min(options.clients, 100), options.ramp)  # warm
+    rss = server[0].memory_info().rss
     rounds: list[Round] = []
     floor: list[Round] = []
     for _ in range(options.rounds):
         floor.append(measure(*ceiling, raw, options.clients, options.ramp))
-        rounds.append(measure(*gateway, raw, options.clients, options.ramp))
+        rounds.append(measure(*server, raw, options.clients, options.ramp))
     print("| server | streams | broken | events | CPU ms a token | events a CPU-second | wall s "
           "| first event p50 / p99 ms | peak RSS MiB |\n|" + "---|" * 9)  # fmt: skip
     own = show("gateway", rounds, options.tokens)
@@ -189,17 +121,6 @@ def compare(
     for one in broken[:5]:
         print(f"broken: {one}", file=sys.stderr)
     return 1 if broken else 0
-
-
-def until_ready(address: str) -> None:
-    """Until the engine has joined."""
-    until = time.monotonic() + _READY_S
-    while time.monotonic() < until:
-        with urllib.request.urlopen(f"http://{address}/debug/state", timeout=10) as reply:
-            if json.load(reply)["workers"]:
-                return
-        time.sleep(0.2)
-    raise SystemExit("the engine did not join")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,151 @@
+"""The other side of `gateway.prompts`: ``python -m gateway.prompt_process FD MODEL``.
+
+It loads the checkpoint's processor, then answers one request after another on a socket.
+
+    frame:   bytes of the JSON, the JSON
+    request: {"do": "facts"} | {"do": "build", ...} | {"do": "encode", ...}
+    reply:   {"facts": ...} | {"plan": ...} | {"error": ...} of the user | {"fault": ...} of ours
+
+The two ends are one program's, so what arrives is not checked again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from epd.config import ModelConfig
+from epd.errors import EpdError, ErrorKind
+from epd.lifetime import die_with_expected_parent
+from epd.models.spec import ModelSpec
+from epd.sandbox_worker import receive_exactly
+from epd.text.messages import ChatMessage, ImagePart, ImageSize, TextPart, Tool, ToolCall
+from epd.text.prompt import ItemRows, PromptBuilder, PromptPlan
+from gateway.checkpoint import Facts, read
+
+LENGTH = struct.Struct("<I")
+
+
+def frame(message: Mapping[str, Any]) -> bytes:
+    body = orjson.dumps(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def build_request(
+    messages: Sequence[ChatMessage],
+    sizes: Sequence[ImageSize],
+    max_tokens: int,
+    tools: Sequence[Tool],
+) -> dict[str, Any]:
+    asked = {"messages": messages, "sizes": sizes, "max_tokens": max_tokens, "tools": tools}
+    return {"do": "build", **asked}
+
+
+def encode_request(text: str, max_tokens: int) -> dict[str, Any]:
+    return {"do": "encode", "text": text, "max_tokens": max_tokens}
+
+
+FACTS_REQUEST = {"do": "facts"}
+
+
+def plan_of(reply: Mapping[str, Any]) -> PromptPlan:
+    """Raises EpdError: the user's fault."""
+    found = _result(reply)["plan"]
+    items = tuple(ItemRows(rows, tuple(grid)) for rows, grid in found["items"])
+    return PromptPlan(tuple(found["ids"]), items)
+
+
+def facts_of(reply: Mapping[str, Any]) -> Facts:
+    """Raises EpdError: the checkpoint can't be used."""
+    found = _result(reply)["facts"]
+    spec = found["spec"]
+    spec["eos_token_ids"] = tuple(spec["eos_token_ids"])
+    return Facts(ModelSpec(**spec), bytes.fromhex(found["digest"]), found["tokenizer"])
+
+
+def _result(reply: Mapping[str, Any]) -> Mapping[str, Any]:
+    if (error := reply.get("error")) is not None:
+        raise EpdError(ErrorKind(error["kind"]), error["message"], param=error["param"])
+    if "fault" in reply:
+        raise RuntimeError(f"in a prompt process: {reply['fault']}")
+    return reply
+
+
+class _Answers:
+    """What a process says; it reads its checkpoint when it is first asked."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+        self._read: tuple[Facts, PromptBuilder] | None = None
+
+    def to(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return self._to(request)
+        except EpdError as error:
+            known = {"kind": str(error.kind), "message": error.message, "param": error.param}
+            return {"error": known}
+        except Exception as error:
+            traceback.print_exc()
+            return {"fault": f"{type(error).__name__}: {error}"[:500]}
+
+    def _to(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if self._read is None:
+            self._read = read(self._model)
+        facts, builder = self._read
+        if request["do"] == "facts":
+            digest = facts.processor_digest.hex()
+            return {"facts": {"spec": facts.spec, "digest": digest, "tokenizer": facts.tokenizer}}
+        if request["do"] == "encode":
+            return _plan_reply(builder.encode(request["text"], request["max_tokens"]))
+        sizes = [ImageSize(**size) for size in request["sizes"]]
+        tools = [Tool(**tool) for tool in request["tools"]]
+        messages = [_message(message) for message in request["messages"]]
+        return _plan_reply(builder.build(messages, sizes, request["max_tokens"], tools))
+
+
+def _plan_reply(plan: PromptPlan) -> dict[str, Any]:
+    items = [(item.rows, item.grid) for item in plan.items]
+    return {"plan": {"ids": plan.token_ids, "items": items}}
+
+
+def _message(found: Mapping[str, Any]) -> ChatMessage:
+    parts = tuple(
+        TextPart(part["text"]) if "text" in part else ImagePart(part["index"])
+        for part in found["parts"]
+    )
+    return ChatMessage(found["role"], parts, tuple(ToolCall(**call) for call in found["calls"]))
+
+
+def command(fd: int, model: ModelConfig) -> list[str]:
+    """How such a process is started."""
+    return [sys.executable, "-m", "gateway.prompt_process", str(fd), model.model_dump_json()]
+
+
+def main(fd: int, model: ModelConfig) -> None:
+    die_with_expected_parent()
+    # Ctrl-C goes to the whole group; the gateway drains and then ends its processes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    channel = socket.socket(fileno=fd)
+    answers = _Answers(model)
+    try:
+        while True:
+            (length,) = LENGTH.unpack(receive_exactly(channel, LENGTH.size))
+            request = orjson.loads(receive_exactly(channel, length))
+            channel.sendall(frame(answers.to(request)))
+    except (EOFError, OSError):
+        pass  # the gateway is gone, or wants nothing more
+    # Taking torch's modules apart takes a second and frees nothing that the kernel does not.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), ModelConfig.model_validate_json(sys.argv[2]))
