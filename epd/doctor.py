@@ -31,6 +31,8 @@ _IMPORTS = ("torch", "transformers", "mooncake.engine")
 _IMPORT_LIMIT_S = 120.0
 _MIB = 1 << 20
 _PROCESS_MIB = 350
+_IMPORTS_MIB, _FORK_MIB = 250, 100
+"""Of the processes of `epd serve`, where they share their imports: once, and each."""
 """Memory of one worker beside its weights and pools (interpreter and libraries)."""
 
 
@@ -183,10 +185,14 @@ def _ports(config: Config) -> Iterator[Finding]:
 def _memory(config: Config) -> Finding:
     """A lower bound: weights once (stages map the same files), arenas, and the processes."""
     available = _available_mib()
-    from epd.supervisor import planned
+    from epd.supervisor import planned, preloaded_model
 
     roles = [role.split("+") for role, _ in planned(config.serve)]
-    needed = _weights_mib(config.model.path) + (len(roles) + 1) * _PROCESS_MIB
+    needed, processes = _weights_mib(config.model.path), len(roles) + 1
+    if preloaded_model(config) is None:
+        needed += processes * _PROCESS_MIB
+    else:
+        needed += _IMPORTS_MIB + processes * _FORK_MIB
     needed += sum("encode" in stages for stages in roles) * config.encode.arena_mib
     needed += sum("prefill" in stages for stages in roles) * config.prefill.landing_mib
     level = Level.OK if available >= needed else Level.WARNING

@@ -44,7 +44,7 @@ class Supervisor:
             for place, (role, index) in enumerate(planned(config.serve))
         ]
         self._environ = child_environment(config, os.environ)
-        self._forks = ForkServer(self._environ, _imported(config))
+        self._forks = ForkServer(self._environ, preloaded_model(config))
         self._stopping = asyncio.Event()
 
     @property
@@ -191,7 +191,7 @@ class Supervisor:
         _say(f"serving {name} at {url} after {seconds:.1f} s; Ctrl-C stops")
 
 
-def _imported(config: Config) -> str | None:
+def preloaded_model(config: Config) -> str | None:
     """The model whose imports are made once for all processes; None: each makes its own."""
     # What CUDA is told before a fork it doesn't know after it.
     shared = config.serve.preload and config.model.device == "cpu"

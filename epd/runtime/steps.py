@@ -8,6 +8,7 @@ scheduler state is touched by the loop only, tensors by the thread only.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,9 @@ class EngineThread:
     """
 
     def __init__(self, name: str) -> None:
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-engine")
+        self.executor = ThreadPoolExecutor(
+            1, thread_name_prefix=f"{name}-engine", initializer=_use_threads
+        )
         self.advanced = time.monotonic()
         """When a part of a step was done last."""
         self._wakes: list[asyncio.Event] = []
@@ -46,6 +49,13 @@ class EngineThread:
         """A part of the running step is done (a layer): however long the whole takes, it
         makes progress. Called in the thread."""
         self.advanced = time.monotonic()
+
+
+def _use_threads() -> None:
+    """In a new thread OpenMP has the number of threads that it was loaded with, in a fork that
+    of its fork server, until torch is asked for its own."""
+    if torch := sys.modules.get("torch"):
+        torch.get_num_threads()
 
 
 class StepLoop:

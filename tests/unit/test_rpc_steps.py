@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from epd.obs import metrics
 from epd.runtime.steps import EngineThread, StepLoop
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 async def test_steps_run_while_there_is_work_and_wait_for_a_poke() -> None:
@@ -140,3 +146,26 @@ async def test_a_bug_in_the_step_itself_ends_the_task() -> None:
     with pytest.raises(AssertionError, match="bookkeeping"):
         await task
     await loop.close()
+
+
+FIRST_STEP = """
+import os, torch
+from epd.runtime.steps import EngineThread
+torch.set_num_threads(2)
+a, b = torch.zeros(512, 1024), torch.zeros(2048, 1024)
+tasks = lambda: len(os.listdir("/proc/self/task"))
+engine = EngineThread("x").executor
+before = engine.submit(tasks).result()
+engine.submit(torch.nn.functional.linear, a, b).result()
+print(tasks() - before)
+"""
+
+
+def test_the_first_step_has_all_threads_whatever_the_environment_was() -> None:
+    """In a fork the environment was another one when OpenMP read it."""
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", FIRST_STEP]
+    done = subprocess.run(
+        command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "1\n", "one thread beside the engine's own"
