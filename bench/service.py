@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -83,8 +84,8 @@ def epd_service(
 
 def _follow(lines: Iterable[str], last: deque[str], log: Path | None) -> None:
     """Keep the last lines for an error, all of them in the log."""
-    with open(log or os.devnull, "w", buffering=1) as out:
-        for line in lines:
+    with open(log or os.devnull, "w", buffering=1) as out, contextlib.suppress(ValueError):
+        for line in lines:  # ValueError: `communicate` closed it, the process has ended
             last.append(line)
             out.write(line)
 

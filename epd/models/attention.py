@@ -139,6 +139,9 @@ class AttentionStep:
     """In batch order."""
     exact: bool
     kernel: Kernel | None = None
+    kept: Tensor | None = None
+    """Rows [N] int64 whose result is wanted of the last layer, which may compute no others;
+    None: all."""
 
     @cached_property
     def tokens(self) -> int:
@@ -185,12 +188,13 @@ def plan_step(
     *,
     exact: bool,
     kernel: Kernel | None = None,
+    kept: Tensor | None = None,
 ) -> AttentionStep:
-    """One forward over `sequences`, in batch order."""
+    """One forward over `sequences`, in batch order; `kept`: see `AttentionStep`."""
     size = pool.layout.block_tokens
     for sequence in sequences:
         assert len(sequence.blocks) * size >= sequence.kv_len, "block table too short"
-    return AttentionStep(pool, sequences, exact, kernel)
+    return AttentionStep(pool, sequences, exact, kernel, kept)
 
 
 def _similar(

@@ -232,10 +232,11 @@ class LanguageModel:
         replayed = self._replay(batch, pool)
         if replayed is not None:
             return replayed
-        step = plan_step(pool, batch.sequences, exact=self.exact, kernel=self._attention)
+        select = torch.as_tensor(batch.select, dtype=torch.int64, device=self.device)
+        kept = select.contiguous() if len(select) < len(batch.token_ids) else None
+        step = plan_step(pool, batch.sequences, exact=self.exact, kernel=self._attention, kept=kept)
         assert step.tokens == len(batch.token_ids) == batch.positions.shape[1]
         token_ids, positions = self._padded(batch)
-        select = torch.as_tensor(batch.select, dtype=torch.int64, device=self.device)
         return self._run(token_ids, positions, select, step, self._image_rows(batch))
 
     def _replay(self, batch: ForwardBatch, pool: KvPool) -> Tensor | None:

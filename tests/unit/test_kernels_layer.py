@@ -43,6 +43,30 @@ def _logits(lm: LanguageModel, rows: int = 40) -> torch.Tensor:
     return lm.forward(batch, KvPool(lm.kv_layout, 3))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("exact", [False, True])
+def test_rows_that_nobody_asks_for_change_no_bit(
+    family: str, exact: bool, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    lm = LanguageModel.load(tiny_checkpoint(family, "bfloat16"), exact=exact)
+    assert [layer.forward.last for layer in lm.model.get_decoder().layers][-2:] == [False, True]
+    rows = 40
+    ids = torch.randint(10, 200, (rows,), generator=torch.Generator().manual_seed(0))
+    positions, _ = lm.positions(ids, [], rows)
+    sequences = [SequenceSlice(rows - 3, rows - 3, [0, 1]), SequenceSlice(3, 3, [2])]
+    pools, logits = [], []
+    for select in (range(rows), [39, 36, 5], []):
+        pools.append(KvPool(lm.kv_layout, 3))
+        batch = ForwardBatch(ids, positions, sequences, select)
+        logits.append(lm.forward(batch, pools[-1]))
+    assert torch.equal(logits[1], logits[0][[39, 36, 5]])
+    assert logits[2].shape == (0, lm.spec.vocab_size)
+    for block in range(3):
+        views = [pool.block_bytes_view(block) for pool in pools]
+        assert torch.equal(views[0], views[1])
+        assert torch.equal(views[0], views[2])
+
+
 def _decoder(path: Path) -> Any:
     assert LIBRARY is not None
     model = load_part(path, "lm", "bfloat16", attn=attention.NAME)

@@ -67,11 +67,13 @@ class FusedLayer:
         self._threads = threads
         self._run = library.handle.epd_layer
         pointers, rows = (c_void_p,) * 2, (c_int64,)
-        tail = (*(c_void_p,) * 5, c_int64, c_void_p, c_int)
+        tail = (*(c_void_p,) * 5, c_int64, c_void_p, c_void_p, c_int64, c_int)
         self._run.argtypes, self._run.restype = (*pointers, *rows, *tail), None
         self.index: int = layer.self_attn.layer_idx
         self._owned, self.struct = _weights(layer)
         self._at = ctypes.addressof(self.struct)
+        self.last = False
+        """Nobody looks at its result but for the rows that the step keeps."""
 
     def __call__(
         self,
@@ -88,6 +90,9 @@ class FusedLayer:
         rows = hidden_states.shape[1]
         keys, values = step.pool.k(self.index), step.pool.v(self.index)
         out = torch.empty_like(hidden_states)
+        kept, count = None, -1
+        if self.last and step.kept is not None:
+            kept, count = step.kept.data_ptr(), len(step.kept)
         assert hidden_states.is_contiguous()
         assert cos.is_contiguous()
         assert sin.is_contiguous()
@@ -96,7 +101,7 @@ class FusedLayer:
         self._run(
             *(self._at, step.tables.address, rows, hidden_states.data_ptr()),
             *(cos.data_ptr(), sin.data_ptr(), keys.data_ptr(), values.data_ptr()),
-            *(keys.stride(0), out.data_ptr(), self._threads),
+            *(keys.stride(0), out.data_ptr(), kept, count, self._threads),
         )
         return out
 
@@ -110,6 +115,8 @@ def fuse_layers(decoder: Any, library: Library, threads: int) -> int:
             if _agree(layer, fused, _Probe(library, threads)):
                 layer.forward = fused
                 count += 1
+    if isinstance(last := decoder.layers[-1].forward, FusedLayer):
+        last.last = True
     if count < len(decoder.layers):
         logger.info("%d of %d layers run fused", count, len(decoder.layers))
     return count
