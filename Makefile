@@ -14,6 +14,7 @@ EXTRA  ?= cpu
 PYTEST_ARGS ?=
 CHAOS_ARGS  ?= --minutes 60
 SOAK_ARGS   ?= --requests 10000
+STORM_ARGS  ?=
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.epd-ready
@@ -22,7 +23,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --retries 5
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos chaos soak gpu-check triton contract load-client fuzz bench-gateway bench-overlap bench-growth bench-interference soak-gateway check format protos parity clean
+.PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos chaos soak storm gpu-check triton contract load-client fuzz bench-gateway bench-overlap bench-growth bench-interference soak-gateway check format protos parity clean
 
 help: ## show this help
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -66,6 +67,9 @@ chaos: $(READY) ## an hour of checked traffic over a service that is hurt all th
 
 soak: $(READY) ## 10,000 requests, three of ten left by their clients; does anything grow?
 	$(BIN)/python -m tests.chaos.soak $(SOAK_ARGS)
+
+storm: $(READY) ## what clients that cancel cost those that stay: throughput with the storm over without
+	$(BIN)/python -m tests.chaos.storm $(STORM_ARGS)
 
 gpu-check: $(READY) ## what only a CUDA device shows (docs/gpu.md); without one: not run, exit code 3
 	$(BIN)/python -m bench.gpu_check

@@ -5,8 +5,9 @@
                                                            +---- preempt -----+--> gone, retried
 
 Invariants
-    reservation     blocks of the whole prompt and one more, all or nothing, in the
-                    order of `announced`; those of a cached prefix are shared
+    reservation     blocks of the whole prompt and one more, all or nothing; those of a
+                    cached prefix are shared. Within a client in the order of
+                    `announced`, between clients whoever was given least (`epd.fairness`)
     fits alone      a request's largest KV fits an empty pool (checked by `admit`)
     growth          one block at a time; when none is free the youngest holder leaves,
                     so the oldest always goes on
@@ -18,12 +19,13 @@ Invariants
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from epd.errors import EpdError, ErrorKind
+from epd.fairness import FairQueue
 from epd.kv.blocks import BlockAllocator
 from epd.kv.prefix import PrefixCache, Reserved
 
@@ -71,6 +73,7 @@ class _Sequence:
     kv_tokens: int
     most_blocks: int
     hashes: tuple[bytes, ...]
+    client: bytes
     state: _State = _State.JOINED
     blocks: list[int] = field(default_factory=list)
     adopts: bool = False  # prefill, in this process, gives it all full blocks
@@ -98,7 +101,7 @@ class Scheduler:
         self._max_running = max_running
         self._max_queue = max_queue
         self._all: dict[int, _Sequence] = {}
-        self._queue: deque[_Sequence] = deque()  # WAITING, in order of `announced`
+        self._queue = FairQueue()  # WAITING
         self._in_step: dict[int, _Sequence] = {}
 
     def _count(self, *states: _State) -> int:
@@ -124,10 +127,12 @@ class Scheduler:
         most_tokens: int,
         arrival: float,
         hashes: Sequence[bytes] = (),
+        client: bytes = b"",
     ) -> None:
         """A request joins: `kv_tokens` come from prefill, `most_tokens` is all the KV
         that it can ever need. `arrival` decides who is youngest; a request that was
         preempted keeps its first one. `hashes` name the full blocks of `kv_tokens`.
+        `client` is whose share it takes of.
 
         Raises:
             EpdError: CONTEXT_LENGTH_EXCEEDED if it can't fit even an empty pool,
@@ -147,7 +152,8 @@ class Scheduler:
                 f"{self._max_queue} requests are waiting already",
                 retry_after_s=1.0,
             )
-        self._all[key] = _Sequence(key, (arrival, key), kv_tokens, most, tuple(hashes))
+        age = (arrival, key)
+        self._all[key] = _Sequence(key, age, kv_tokens, most, tuple(hashes), client)
 
     def announced(self, key: int, adopts: bool = False) -> None:
         """Its first blocks can be read, or adopted: it may reserve from now on."""
@@ -155,22 +161,22 @@ class Scheduler:
         if sequence is not None and sequence.state is _State.JOINED:
             sequence.state = _State.WAITING
             sequence.adopts = adopts
-            self._queue.append(sequence)
+            self._queue.add(key, sequence.client)
 
     def reserve(self) -> list[Place]:
-        """Give WAITING requests their blocks, first come first served.
+        """Give WAITING requests their blocks, clients in their turn.
 
         Keeps one free block for each running sequence, so that a newcomer is not
         preempted at once. Returns who may read now.
         """
         admitted: list[Place] = []
-        while self._queue and self.running < self._max_running:
-            head = self._queue[0]
+        while self.running < self._max_running and (key := self._queue.first()) is not None:
+            head = self._all[key]
             reserved = self._reserve(head, self._count(_State.RUNNING))
             if reserved is None:
                 break
             self._prefix.taken(reserved)
-            self._queue.popleft()
+            self._queue.take(key, head.most_blocks)
             head.state = _State.LOADING
             head.blocks = reserved.blocks
             admitted.append(Place(head.key, tuple(reserved.blocks), reserved.cached))
@@ -237,8 +243,7 @@ class Scheduler:
         sequence = self._all.pop(key, None)
         if sequence is None:
             return
-        if sequence in self._queue:
-            self._queue.remove(sequence)
+        self._queue.drop(key)
         if key in self._in_step:
             sequence.gone = True
         else:
@@ -290,7 +295,8 @@ class Scheduler:
         for block, holders in held.items():
             assert self._blocks.references(block) >= holders, f"block {block} is held, and free"
             assert holders == 1 or self._prefix.knows(block), "two sequences hold one block"
-        assert all(s.state is _State.WAITING for s in self._queue)
+        assert len(self._queue) == self._count(_State.WAITING)
+        assert all(s.key in self._queue for s in self._by_age(_State.WAITING))
         for sequence in sequences:
             assert sequence.adopted == 0 or sequence.adopts
             assert all(self._blocks.references(block) for block in sequence.blocks)

@@ -116,7 +116,7 @@ class DecodeWorker:
         # The last token's own KV is never needed.
         most = min(total + left - 1, self._max_context)
         arrival = job.arrival_ms or time.time() * 1000
-        self._scheduler.admit(key, total, most, arrival, chain.hashes)
+        self._scheduler.admit(key, total, most, arrival, chain.hashes, job.salt)
         ticket = Ticket(key, job, SamplerState(job.sampling, prompt, output, matcher), chain)
         self._tickets[key] = ticket
         return ticket

@@ -154,15 +154,24 @@ class EncodeWorker:
         ticket.lease = self.memory.leases.announce(
             ticket.job.request_id, ticket.nbytes, lambda: self._unpin(entry), shared=entry
         )
-        address = self._arena.address_of(entry.place)
-        if self.memory.faults.fires("lease.stale"):
-            self._arena.view(entry.place)[0] ^= 0xFF
-        if self.memory.faults.fires("lease.wrong_rows"):
-            address = self._arena.address + (self._arena.nbytes - ticket.nbytes)
+        return self._handle(ticket, entry)
+
+    def _handle(self, ticket: Ticket, entry: Entry[Extent]) -> Handle:
+        arena, faults = self._arena, self.memory.faults
+        rows, address = ticket.job.item.rows, arena.address_of(entry.place)
+        if faults.fires("lease.stale"):
+            arena.view(entry.place)[0] ^= 0xFF
+        if faults.fires("lease.wrong_rows"):
+            address = arena.address + (arena.nbytes - ticket.nbytes)
+        if faults.fires("lease.short"):
+            rows -= 1
+        if faults.fires("lease.unregistered"):
+            address = arena.address + arena.nbytes
+        span = Span(address, embedding_bytes(self.spec, rows), entry.checksum)
         return Handle(
             owner=self.memory.peer,
-            contract=embedding_contract(self.spec, ticket.job.item.rows, ticket.job.nonce),
-            spans=(Span(address, ticket.nbytes, entry.checksum),),
+            contract=embedding_contract(self.spec, rows, ticket.job.nonce),
+            spans=(span,),
             read_deadline_ms=self.memory.read_deadline_ms,
         )
 

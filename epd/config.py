@@ -276,6 +276,9 @@ class WorkerConfig(_Section):
     """After SIGTERM, how long running work may go on."""
     stall_s: float = Field(10.0, gt=0)
     """Work without a step for this long is NOT_SERVING."""
+    wedged_s: float = Field(60.0, ge=0)
+    """Work without a step for this long ends the process, so that another starts and its
+    requests go elsewhere; 0: never. No forward may take so long: an image may, on a CPU."""
     metrics_host: str = ""
     """Where `metrics_port` listens: plain HTTP with counts, no contents; "": `host`."""
     metrics_port: int = Field(0, ge=-1, le=65535)

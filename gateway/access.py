@@ -29,6 +29,7 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
 ANSWER_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 """Requests here are counted by how they end (`gateway.outcomes`)."""
 _SALT = b"epd tenant salt 1"
+_GREED = 4
 
 
 @dataclass(slots=True)
@@ -46,10 +47,16 @@ class Caller:
 
 
 class Access:
-    """Keys and limits of one gateway."""
+    """Keys and limits of one gateway, which runs `most_running` requests at most."""
 
-    def __init__(self, config: GatewayConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        most_running: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._clock = clock
+        self._most_running = most_running
         self._per_minute = config.requests_per_minute
         self._concurrent = config.concurrent_requests
         self._open = not config.api_keys
@@ -90,6 +97,7 @@ class Access:
         if self._concurrent and caller.running >= self._concurrent:
             reason = f"this key has {caller.running} requests running, the most it may have"
             raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
+        self._leave_room(caller)
         if not self._per_minute:
             return
         now = self._clock()
@@ -100,6 +108,14 @@ class Access:
             reason = f"this key may make {self._per_minute} requests a minute"
             raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=wait)
         caller.budget -= 1
+
+    def _leave_room(self, caller: Caller) -> None:
+        """One key among several never takes the last places: it may have `_GREED` times as
+        many as are left (dynamic thresholds, Choudhury and Hahne 1998)."""
+        left = self._most_running - sum(other.running for other in self._callers)
+        if len(self._callers) > 1 and caller.running >= _GREED * left:
+            reason = f"this key has {caller.running} requests running, and {left} places are left"
+            raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
 
 
 def _caller(key: str, budget: float, now: float) -> Caller:

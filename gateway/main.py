@@ -96,7 +96,7 @@ class Gateway:
             self._pipeline,
             loaded.tokenizer,
         )
-        access = Access(config.gateway)
+        access = Access(config.gateway, config.limits.max_inflight)
         self.app = build_app(self.service, spec.vocab_size, spec.fingerprint)
         self.app.add_middleware(AccessControl, access=access)
         if config.gateway.cors_origins:

@@ -58,17 +58,22 @@ class KvLessor:
 
     def _handle(self, ticket: Ticket, first: int, stop: int) -> Handle:
         blocks, sums = ticket.blocks[first:stop], ticket.sums[first:stop]
-        if self._memory.faults.fires("lease.stale"):
+        size, faults = self._pool.layout.block_bytes, self._memory.faults
+        addresses = [self._pool.address(block) for block in blocks]
+        if faults.fires("lease.stale"):
             self._pool.block_bytes_view(blocks[0])[0] ^= 0xFF
-        if self._memory.faults.fires("lease.wrong_rows"):
+        if faults.fires("lease.wrong_rows"):
             blocks = [(block + 1) % self._pool.num_blocks for block in blocks]
-        size = self._pool.layout.block_bytes
+            addresses = [self._pool.address(block) for block in blocks]
+        if faults.fires("lease.short"):
+            addresses.pop()
+        if faults.fires("lease.unregistered"):
+            addresses[0] = self._pool.address(0) + self._pool.num_blocks * size
         return Handle(
             owner=self._memory.peer,
             contract=kv_contract(self._spec, self._pool.layout, ticket.job.nonce),
             spans=tuple(
-                Span(self._pool.address(block), size, total)
-                for block, total in zip(blocks, sums, strict=True)
+                Span(address, size, total) for address, total in zip(addresses, sums, strict=False)
             ),
             read_deadline_ms=self._memory.read_deadline_ms,
         )

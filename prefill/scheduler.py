@@ -4,13 +4,15 @@
                  \\____________________\\________ abort ___________________/
 
 Invariants
-    reservations    all or nothing, in order of arrival: nobody overtakes the first
+    reservations    all or nothing; within a client in order of arrival, between clients
+                    whoever was given least. Nobody overtakes the first once it is first
     images          no chunk holds a placeholder of an image that is not ready; without
                     `overlap` no chunk runs while any image of its request is not ready
     budget          a batch holds at most `step_tokens`, a request's part `chunk_tokens`;
                     only an atomic span may exceed them, alone in its batch
-    fairness        who was served goes to the back: every runnable request runs
-                    within as many steps as there are requests
+    fairness        between clients by tokens (`epd.fairness`). Within a client who was
+                    served goes to the back: every runnable request runs within as many
+                    of its client's turns as that has requests
     one step        a request is in one running step at most
 """
 
@@ -18,10 +20,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from epd.errors import EpdError, ErrorKind
+from epd.fairness import FairQueue, Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class _Request:
     items: tuple[ItemSpan, ...]
     atomic: tuple[tuple[int, int], ...]
     overlap: bool
+    client: bytes
     computed: int = 0
     ready: set[int] = field(default_factory=set)
     in_step: bool = False
@@ -95,8 +99,10 @@ class Scheduler:
         self._step_tokens = step_tokens
         self._chunk_tokens = min(chunk_tokens, step_tokens)
         self._max_queue = max_queue
-        self._waiting: deque[_Request] = deque()
+        self._waiting: dict[int, _Request] = {}
+        self._queue = FairQueue()  # of those that wait
         self._running: dict[int, _Request] = {}  # front = longest without service
+        self._computed = Shares()
 
     @property
     def waiting(self) -> int:
@@ -117,11 +123,12 @@ class Scheduler:
         total: int,
         items: Sequence[ItemSpan] = (),
         atomic: Sequence[tuple[int, int]] = (),
+        client: bytes = b"",
     ) -> None:
         """Queue a request of `total` tokens.
 
         `atomic` are spans [first, stop) that one forward must hold whole
-        (bidirectional attention).
+        (bidirectional attention). `client` is whose share it takes of.
 
         Raises:
             EpdError: OVERLOADED when the queue is full.
@@ -132,26 +139,29 @@ class Scheduler:
                 f"{len(self._waiting)} requests are waiting already",
                 retry_after_s=1.0,
             )
-        self._waiting.append(_Request(key, total, tuple(items), tuple(atomic), self._overlap))
+        places = (tuple(items), tuple(atomic))
+        self._waiting[key] = _Request(key, total, *places, self._overlap, client)
+        self._queue.add(key, client)
 
     def reserve(self, try_reserve: Callable[[int], int | None]) -> list[int]:
-        """Move requests from waiting to running, first come first served.
+        """Move requests from waiting to running, clients in their turn.
 
         `try_reserve(key)` takes all memory of the request and says how many of its
         tokens are computed already, or takes nothing and says None, which ends the
-        round. Returns the keys that are running now.
+        round. A request that leaves later was given all the same what it asked for.
+        Returns the keys that are running now.
         """
         admitted: list[int] = []
-        while self._waiting:
-            request = self._waiting[0]
-            computed = try_reserve(request.key)
+        while (key := self._queue.first()) is not None:
+            computed = try_reserve(key)
             if computed is None:
                 break
+            request = self._waiting.pop(key)
             assert 0 <= computed < request.total
             request.computed = computed
-            self._waiting.popleft()
-            self._running[request.key] = request
-            admitted.append(request.key)
+            self._queue.take(key, request.total - computed)
+            self._running[key] = request
+            admitted.append(key)
         return admitted
 
     def item_ready(self, key: int, index: int) -> None:
@@ -165,16 +175,17 @@ class Scheduler:
         `step_tokens` for this batch."""
         batch: list[Chunk] = []
         budget = min(self._step_tokens, budget or self._step_tokens)
-        for request in list(self._running.values()):
-            if budget <= 0:
-                break
-            if request.in_step:
-                continue
+        queues = _by_client(r for r in self._running.values() if not r.in_step)
+        places = {client: place for place, client in enumerate(queues)}
+        while queues and budget > 0:
+            client = self._computed.turn({client: places[client] for client in queues})
+            request = _pop(queues, client)
             end = request.end_of_chunk(min(budget, self._chunk_tokens), alone=not batch)
             if end <= request.computed:
                 continue
             last = end == request.total
             batch.append(Chunk(request.key, request.computed, end, last))
+            self._computed.charge(client, end - request.computed)
             budget -= end - request.computed
             request.in_step = True
         for chunk in batch:  # served: to the back
@@ -197,13 +208,33 @@ class Scheduler:
         """Forget a request. True if a running step still uses its blocks."""
         request = self._running.pop(key, None)
         if request is None:
-            self._waiting = deque(r for r in self._waiting if r.key != key)
+            self._waiting.pop(key, None)
+            self._queue.drop(key)
             return False
         return request.in_step
 
     def check_integrity(self) -> None:
-        keys = [r.key for r in self._waiting]
-        assert len(set(keys)) == len(keys)
-        assert not set(keys) & self._running.keys()
+        assert not self._waiting.keys() & self._running.keys()
+        assert len(self._queue) == len(self._waiting)
+        assert all(key in self._queue for key in self._waiting)
         for request in self._running.values():
             assert request.computed <= request.limit()
+
+
+_Queues = dict[Hashable, deque[_Request]]
+
+
+def _by_client(requests: Iterable[_Request]) -> _Queues:
+    """Each client's, in the order given."""
+    queues: _Queues = {}
+    for request in requests:
+        queues.setdefault(request.client, deque()).append(request)
+    return queues
+
+
+def _pop(queues: _Queues, client: Hashable) -> _Request:
+    queue = queues[client]
+    request = queue.popleft()
+    if not queue:
+        del queues[client]
+    return request

@@ -110,7 +110,7 @@ class PrefillWorker:
         """
         self.memory.check_quarantine()
         ticket = await self._planner.plan(job)
-        self._scheduler.admit(ticket.key, ticket.total, ticket.spans)
+        self._scheduler.admit(ticket.key, ticket.total, ticket.spans, client=job.salt)
         self._tickets[ticket.key] = ticket
         self._admit()  # now, not after the running step: encoding overlaps with it
         self.steps.poke()

@@ -44,6 +44,11 @@ _SUBNETS = [f"198.{18 + number // 256}.{number % 256}" for number in range(512)]
 _NOBODY = "02:00:00:00:00:fe"
 """A hardware address that no interface has: frames for it arrive nowhere."""
 _numbers = itertools.count()
+# Classic BPF, as tc writes it: code, jump if true, jump if false, operand.
+_LOAD_RANDOM = f"32 0 0 {0xFFFFF000 + 56}"
+_IF_AT_LEAST = "53 0 1"
+_SEGMENTS = 65535
+_DROP, _PASS = "6 0 0 2", f"6 0 0 {0xFFFFFFFF}"
 
 
 class Unavailable(Exception):
@@ -106,6 +111,7 @@ class Network:
         self._hosts = {switch: itertools.count(2) for switch in switches}
         self._ports = itertools.count()
         self._made: list[str] = []
+        self._lossy: set[Link] = set()
         try:
             self._namespace(self._hub)
             for switch in switches:
@@ -179,7 +185,33 @@ class Network:
     def shape(self, link: Link, rate: str) -> None:
         """Let no more than `rate` ("1gbit") out of a node, by tc's token bucket."""
         line = f"qdisc replace dev {link.interface} root tbf rate {rate} burst 256k latency 100ms"
-        _run(["tc", "-n", link.namespace, *line.split()])
+        _tc(link, line)
+
+    def lose(self, link: Link, share: float) -> None:
+        """Drop this share of the packets that leave a node, drawn by the kernel; 0: none.
+
+        A classic BPF filter of tc: "drop if a random word is large enough". Kernels have it
+        more often than netem. Packets are those of the wire, not what the kernel makes of
+        many (segmentation offload).
+        """
+        most = 1 if share else _SEGMENTS
+        _ip(link.namespace, f"link set {link.interface} gso_max_segs {most}")
+        if link in self._lossy:
+            self._lossy.remove(link)
+            _tc(link, f"qdisc del dev {link.interface} clsact")
+        if share:
+            self._lossy.add(link)
+            _tc(link, f"qdisc add dev {link.interface} clsact")
+            least = round((1 - share) * 2**32)
+            program = f"{_LOAD_RANDOM},{_IF_AT_LEAST} {least},{_DROP},{_PASS}"
+            place = f"filter add dev {link.interface} egress bpf direct-action bytecode"
+            _tc(link, place, f"4,{program}")
+
+    def resent(self, link: Link) -> int:
+        """TCP segments that the node had to send again so far."""
+        shown = ["nsenter", f"--net={_NAMESPACES / link.namespace}", "cat", "/proc/net/snmp"]
+        names, values = (line.split() for line in _run(shown).splitlines() if line[:4] == "Tcp:")
+        return int(values[names.index("RetransSegs")])
 
     def _reserve(self, namespace: str, switch: str) -> Link:
         address = f"{self._subnets[switch]}.{next(self._hosts[switch])}"
@@ -258,6 +290,10 @@ def _require_tools() -> None:
 
 def _ip(namespace: str | None, arguments: str) -> str:
     return _run(["ip", *(["-n", namespace] if namespace else []), *arguments.split()])
+
+
+def _tc(link: Link, arguments: str, *more: str) -> None:
+    _run(["tc", "-n", link.namespace, *arguments.split(), *more])
 
 
 def _run(line: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from epd import __version__
 from epd.config import Config
@@ -129,13 +130,16 @@ async def _until_stop(stop: asyncio.Event, tasks: Sequence[asyncio.Task[None]]) 
 
 
 async def _watch(config: Config, group: WorkerGroup, server: Server) -> None:
-    """Health means progress: work and no step for too long is NOT_SERVING.
+    """Health means progress: work and no step for too long is NOT_SERVING, and for much
+    too long the end of this process.
 
     Raises:
         EpdError: the transfer engine has been stuck for long. Its lock is not ours, so
             only a new process helps.
     """
     stuck_since: float | None = None
+    watched_s = 0.0
+    """Since the last step, with work."""
     while True:
         group.tick()
         stalled = group.stalled_for()
@@ -144,11 +148,24 @@ async def _watch(config: Config, group: WorkerGroup, server: Server) -> None:
         if serving != server.serving:
             _tell(group, serving, stalled, reaches)
         await server.set_serving(serving)
+        # Counted in rounds: while this process was stopped, nothing could move.
+        watched_s = watched_s + _WATCH_S if stalled > _WATCH_S else 0.0
+        if config.worker.wedged_s and watched_s > config.worker.wedged_s:
+            _give_up(stalled)
         stuck_since = None if group.healthy() else stuck_since or time.monotonic()
         if stuck_since and time.monotonic() - stuck_since > _STUCK_EXIT_S:
             faulthandler.dump_traceback(2)  # stderr, whatever replaced sys.stderr
             raise EpdError(ErrorKind.INTERNAL, "the transfer engine is stuck; restart this worker")
         await asyncio.sleep(_WATCH_S)
+
+
+def _give_up(stalled_s: float) -> NoReturn:
+    """A forward that doesn't end can't be ended, and an orderly exit would wait for it.
+    Whoever waits for this process sees its connections break, and goes elsewhere."""
+    logger.critical("no step for %.0f s although there is work: giving up", stalled_s)
+    faulthandler.dump_traceback(2)
+    logging.shutdown()
+    os._exit(1)
 
 
 def _tell(group: WorkerGroup, serving: bool, stalled_s: float, reaches: bool) -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from epd.obs import metrics
+from epd.transfer.faults import from_environment
 
 Result = TypeVar("Result")
 
@@ -77,6 +78,7 @@ class StepLoop:
         self._runnable = runnable
         self._thread = thread or EngineThread(stage)
         self._wake = self._thread.join()
+        self._faults = from_environment()
         self._task: asyncio.Task[None] | None = None
         self._last_progress = time.monotonic()
         self.in_step = False
@@ -108,6 +110,7 @@ class StepLoop:
         def timed() -> Result:
             start = time.monotonic()
             try:
+                time.sleep(self._faults.value("step.hang"))
                 return work()
             finally:
                 self.last_ms = (time.monotonic() - start) * 1e3

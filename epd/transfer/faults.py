@@ -1,4 +1,4 @@
-"""Named places where a test can make the transfer go wrong. Off in production.
+"""Named places where a test can make things go wrong. Off in production.
 
 ``EPD_FAULTS`` is a comma-separated list of ``point[=value][:n/m]``:
 
@@ -24,8 +24,11 @@ POINTS = {
     "transfer.drop": "reader: the read never ends (until its deadline)",
     "transfer.delay": "reader: wait this many seconds before reading",
     "transfer.flip": "reader: one byte of what arrived is inverted",
+    "step.hang": "engine thread: a forward takes this many seconds more",
     "lease.stale": "owner: announces bytes whose content has since changed",
     "lease.wrong_rows": "owner: announces the rows of another item",
+    "lease.short": "owner: announces one row, or block, too few",
+    "lease.unregistered": "owner: announces memory that its engine does not give out",
 }
 """Every fault point and what it does."""
 

@@ -1,6 +1,7 @@
 """An hour (or three minutes) of checked traffic over a service that is hurt all the time.
 
     python -m tests.chaos.run --minutes 60 [--seed 1] [--clients 4] [--workers 2]
+        [--set model.dtype=bfloat16]
 
 Prints a table; ends with 1 if anything happened that may never happen: a wrong answer, a
 request that hangs or ends without a typed error, something that is left over.
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,9 +82,16 @@ def _counted(counts: Counter[str] | dict[str, int]) -> str:
     return f"{total} ({parts})" if parts else "0"
 
 
-async def hurt(folder: Path, minutes: float, seed: int, clients: int, workers: int) -> Report:
+async def hurt(
+    folder: Path,
+    minutes: float,
+    seed: int,
+    clients: int,
+    workers: int,
+    settings: Mapping[str, str] | None = None,
+) -> Report:
     """One run; the service is started and stopped in it."""
-    service = Service(folder, workers, WIRED)
+    service = Service(folder, workers, WIRED, settings=settings)
     try:
         await asyncio.to_thread(service.start)
         return await _hurt(service, minutes, seed, clients)
@@ -119,11 +128,15 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="a new one, for the logs")
+    parser.add_argument("--set", action="append", default=[], help="configuration: key=value")
     asked = parser.parse_args()
+    settings = dict(pair.split("=", 1) for pair in asked.set)
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="epd-chaos-"))
     folder.mkdir(parents=True, exist_ok=not asked.folder)
     print(f"seed {asked.seed}, logs in {folder}", flush=True)
-    report = asyncio.run(hurt(folder, asked.minutes, asked.seed, asked.clients, asked.workers))
+    report = asyncio.run(
+        hurt(folder, asked.minutes, asked.seed, asked.clients, asked.workers, settings)
+    )
     print(report.text())
     return 0 if report.ok else 1
 

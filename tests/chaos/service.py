@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,11 +64,18 @@ class Service:
 
     Args:
         wired: names of the places whose cable can be slow and lossy.
+        settings: configuration of all, beside `SETTINGS`.
     """
 
     def __init__(
-        self, folder: Path, workers: int = 2, wired: Sequence[str] = (), rate: str = "1gbit"
+        self,
+        folder: Path,
+        workers: int = 2,
+        wired: Sequence[str] = (),
+        rate: str = "1gbit",
+        settings: Mapping[str, str] | None = None,
     ) -> None:
+        self._settings = SETTINGS | dict(settings or {})
         self.skipped: list[str] = []
         """What this machine doesn't allow, for the report."""
         self._folder = folder
@@ -97,7 +104,7 @@ class Service:
     def _place(self, role: str, index: int, wired: Sequence[str], rate: str) -> Place:
         node, wire = self._plug(f"{role}-{index}", wired, rate)
         host = node.address if node else "127.0.0.1"
-        settings = {"model.path": str(DEMO_CHECKPOINT), "log.level": "info", **SETTINGS}
+        settings = {"model.path": str(DEMO_CHECKPOINT), "log.level": "info", **self._settings}
         settings |= {f"{key}.host": host for key in ("gateway", "worker", "transfer")} | self._rpc
         settings["gateway.metrics_host"] = host
         log = self._folder / f"{role}-{index}.log"

@@ -107,8 +107,11 @@ async def soak(cluster: Cluster, requests: int, aborted: float, clients: int) ->
 
     async def client(session: aiohttp.ClientSession) -> None:
         for number in numbers:
-            if number % every == 0 and number >= WARM_UP * requests:
-                samples.append((number, await asyncio.to_thread(_memory, cluster)))
+            if number % every == 0:
+                memory = await asyncio.to_thread(_memory, cluster)
+                print(f"{number}: {sum(memory.values()):.1f} MiB", flush=True)
+                if number >= WARM_UP * requests:
+                    samples.append((number, memory))
             await _one(traffic, session, gateway, asked, draw, aborted)
 
     started = time.monotonic()
@@ -132,7 +135,9 @@ async def _one(
     draw: random.Random,
     aborted: float,
 ) -> None:
-    leaves = draw.random() < aborted
+    # Some are answered before they leave: more must try.
+    behind = traffic.outcomes.counts["aborted"] < aborted * len(traffic.outcomes.all)
+    leaves = aborted > 0 and draw.random() < (0.6 if behind else 0.2)
     how = draw.choice(["leave", "leave early"] if leaves else ["whole", "stream", "grpc"])
     if leaves and draw.random() < 0.3:
         # A picture that no cache knows; nobody waits for its answer.

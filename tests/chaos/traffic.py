@@ -8,7 +8,7 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -49,9 +49,16 @@ class Left(Exception):
 
 
 class Traffic:
-    """Clients of some gateways, until `stop`."""
+    """Clients of some gateways, until `stop`. `headers` go with every HTTP request."""
 
-    def __init__(self, gateways: Sequence[Place], questions: Sequence[Question], seed: int) -> None:
+    def __init__(
+        self,
+        gateways: Sequence[Place],
+        questions: Sequence[Question],
+        seed: int,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._headers = headers
         self._gateways = gateways
         self._questions = questions
         self._random = random.Random(seed)
@@ -61,13 +68,18 @@ class Traffic:
         self._stopping = asyncio.Event()
         self.outcomes = Outcomes()
 
+    def session(self) -> aiohttp.ClientSession:
+        """Without kept connections: each request begins as a new client's does."""
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        return aiohttp.ClientSession(connector=connector, headers=self._headers)
+
     async def learn(self) -> None:
         """Ask everything once, while nothing is hurt.
 
         Raises:
             Refused, Lost: the service doesn't even work unhurt.
         """
-        async with aiohttp.ClientSession() as session:
+        async with self.session() as session:
             for question in self._questions:
                 self.expected[question.name] = await self._learned(session, question)
 
@@ -81,12 +93,7 @@ class Traffic:
     async def run(self, clients: int, ways: Sequence[str] = WAYS, bursts: bool = True) -> None:
         """Until `stop`, and until every request that was begun has ended."""
         self._ways = ways
-        async with (
-            aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, force_close=True)
-            ) as session,
-            asyncio.TaskGroup() as tasks,
-        ):
+        async with self.session() as session, asyncio.TaskGroup() as tasks:
             for _ in range(clients):
                 tasks.create_task(self._client(session))
             if bursts:
@@ -99,7 +106,7 @@ class Traffic:
         """Ask everything once of each gateway; returns what was not right. A typed error
         is asked again, as its Retry-After says: a crowded machine loses a heartbeat."""
         found = []
-        async with aiohttp.ClientSession() as session:
+        async with self.session() as session:
             for gateway in self._gateways:
                 for question in self._questions:
                     for _ in range(_TRIES):

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -293,7 +294,7 @@ class Cluster:
             member.launch()
         with ThreadPoolExecutor(len(self.members)) as pool:
             list(pool.map(Worker.until_ready, self.members))
-        self.until_serving()
+        self._until_complete()
         self._idle_tasks = {m.role: m.debug_state()["tasks"] for m in self.members}
         return self
 
@@ -301,6 +302,14 @@ class Cluster:
         deadline = time.monotonic() + limit_s
         while (reply := request(self.address, "/ready", timeout_s=10)).status != 200:
             assert time.monotonic() < deadline, f"not ready: {reply.body.decode()}"
+            time.sleep(0.05)
+
+    def _until_complete(self, limit_s: float = 30.0) -> None:
+        """Until every worker has joined: its tasks are those of an idle one."""
+        hosted = Counter(stage for worker in self.workers for stage in worker.role.split("+"))
+        deadline = time.monotonic() + limit_s
+        while request(self.address, "/ready", timeout_s=10).json["live_workers"] != hosted:
+            assert time.monotonic() < deadline, f"not all of {dict(hosted)} have joined"
             time.sleep(0.05)
 
     def restart(self, role: str, index: int = 0) -> Worker:

@@ -7,7 +7,7 @@ import json
 import logging
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ async def test_over_grpc_a_limit_says_when_to_come_again(loaded: Loaded) -> None
 
 def test_the_rate_is_a_budget_that_grows() -> None:
     now = [0.0]
-    access = Access(GatewayConfig(requests_per_minute=2), lambda: now[0])
+    access = Access(GatewayConfig(requests_per_minute=2), 256, lambda: now[0])
 
     def spend() -> None:
         with access.admit(None):
@@ -185,6 +185,30 @@ def test_the_rate_is_a_budget_that_grows() -> None:
     spend()
     with pytest.raises(EpdError):
         spend()
+
+
+def test_one_key_never_takes_the_last_places() -> None:
+    access = Access(GatewayConfig(api_keys=(KEY, OTHER)), most_running=20)
+    refusals: list[EpdError] = []
+    with ExitStack() as running:
+
+        def fill(key: str) -> int:
+            """Requests of this key until one is refused."""
+            for taken in range(21):
+                try:
+                    running.enter_context(access.admit(f"Bearer {key}"))
+                except EpdError as refusal:
+                    refusals.append(refusal)
+                    return taken
+            raise AssertionError("took all places")
+
+        assert fill(KEY) == 16
+        assert fill(OTHER) == 4
+    assert {(r.kind, r.retry_after_s) for r in refusals} == {(ErrorKind.OVERLOADED, 1.0)}
+    with ExitStack() as alone:
+        only = Access(GatewayConfig(api_keys=(KEY,)), most_running=20)
+        for _ in range(20):
+            alone.enter_context(only.admit(f"Bearer {KEY}"))
 
 
 async def test_cors_is_off_until_configured(loaded: Loaded) -> None:

@@ -89,6 +89,46 @@ def test_two_nodes_are_separated_and_others_reach_both(network: Network, echo: N
     assert dial(apart, echo.link()) == "hello"
 
 
+ANSWER = """
+import socket, sys
+here = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+here.bind((sys.argv[1], 9))
+print("ready", flush=True)
+while True:
+    here.sendto(*here.recvfrom(100))
+"""
+
+
+def test_packets_are_lost_as_often_as_said(network: Network) -> None:
+    node = network.node("lossy")
+    program = node.command([sys.executable, "-c", ANSWER, node.address])
+    with (
+        subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as far,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as here,
+    ):
+        assert far.stdout is not None
+        assert far.stdout.readline() == "ready\n"
+        here.connect((node.address, 9))
+
+        def lost(count: int, within_s: float) -> float:
+            here.settimeout(within_s)
+            come = 0
+            for _ in range(count):
+                here.send(b"x")
+                try:
+                    come += len(here.recv(10))
+                except TimeoutError:
+                    continue
+            return 1 - come / count
+
+        assert lost(50, within_s=5) == 0
+        network.lose(node.link(), 0.5)
+        assert 0.2 < lost(40, within_s=0.1) < 0.8
+        network.lose(node.link(), 0)
+        assert lost(50, within_s=5) == 0
+        far.kill()
+
+
 def test_nothing_is_left(network: Network) -> None:
     interfaces = len(socket.if_nameindex())
     network.node("node")

@@ -82,6 +82,21 @@ def test_a_slot_covers_the_new_token_and_grows_by_one_each_step() -> None:
         scheduler.complete()
 
 
+def test_the_queue_takes_clients_in_turn() -> None:
+    scheduler = make(num_blocks=100, max_running=2, max_queue=20)
+    for key in range(5):
+        scheduler.admit(key, 4, 8, arrival=key, client=b"flood")
+    scheduler.admit(5, 4, 8, arrival=5, client=b"one")
+    for key in range(6):
+        scheduler.announced(key)
+    assert reserve(scheduler) == [0, 5]
+    scheduler.abort(1)
+    scheduler.finish(0)
+    scheduler.finish(5)
+    assert reserve(scheduler) == [2, 3]
+    scheduler.check_integrity()
+
+
 def test_a_request_that_can_never_fit_is_refused() -> None:
     scheduler = make(num_blocks=3)
     join(scheduler, 0, kv=4, most=12)

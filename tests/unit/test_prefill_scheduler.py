@@ -327,3 +327,32 @@ def test_the_budget_is_shared_by_as_many_as_fit() -> None:
     scheduler.reserve(always)
     assert run(scheduler) == [(0, 0, 8), (1, 0, 3), (2, 0, 3), (3, 0, 2)]
     assert run(scheduler) == [(0, 8, 16), (3, 2, 3)]
+
+
+def test_a_client_with_many_requests_leaves_another_its_share() -> None:
+    """Of memory, and of every step, by tokens: whatever their prompts' lengths."""
+    scheduler = Scheduler(step_tokens=16, chunk_tokens=16, max_queue=100)
+    for key in range(20):
+        scheduler.admit(key, 160, client=b"flood")
+    scheduler.reserve(always)
+    for key in range(20, 60):
+        scheduler.admit(key, 4, client=b"small")
+    scheduler.reserve(always)
+    computed = {b"flood": 0, b"small": 0}
+    for _ in range(10):
+        for key, start, end in run(scheduler):
+            computed[b"flood" if key < 20 else b"small"] += end - start
+    assert abs(computed[b"flood"] - computed[b"small"]) <= 16
+    assert sum(computed.values()) == 160
+
+
+def test_the_queue_for_memory_takes_clients_in_turn() -> None:
+    scheduler = Scheduler(10, 10, 100)
+    for key in range(5):
+        scheduler.admit(key, 10, client=b"flood")
+    scheduler.admit(5, 10, client=b"one")
+    room = iter([0, 0, 0])
+    assert scheduler.reserve(lambda key: next(room, None)) == [0, 5, 1]
+    scheduler.abort(2)
+    assert scheduler.reserve(always) == [3, 4]
+    scheduler.check_integrity()

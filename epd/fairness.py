@@ -1,0 +1,94 @@
+"""Whose turn it is: shares of clients that all want more. Pure.
+
+Start-time fair queueing (Goyal et al. 1996) with tokens as the cost, as for language models
+by Sheng et al. 2024 ("Fairness in Serving Large Language Models"): the turn is with the
+client that was given least. Who comes back after a pause starts level with whoever is served
+now, so nobody saves up turns, and nobody pays for having had the machine alone.
+
+Invariants, for clients that want something all the time
+    share       what two were given differs by one grant each at most
+    first       who has the turn keeps it until it is charged: newcomers come behind
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Mapping
+from typing import TypeVar
+
+_C = TypeVar("_C", bound=Hashable)
+_REMEMBERED = 1024
+"""Clients; of more, those that were given least start level again."""
+
+
+class Shares:
+    """What each client was given so far."""
+
+    def __init__(self) -> None:
+        self._given: dict[Hashable, float] = {}
+        self._level = 0.0
+        """Of the last turn; it only rises."""
+
+    def turn(self, wanting: Mapping[_C, int]) -> _C:
+        """Who is next of those that want something: whoever was given least; of several,
+        the one with the smallest number (the order of arrival)."""
+        assert wanting
+        chosen = min(wanting, key=lambda client: (self._of(client), wanting[client]))
+        self._level = self._of(chosen)
+        return chosen
+
+    def charge(self, client: Hashable, amount: float) -> None:
+        """`client` was given this much, in its turn."""
+        self._given[client] = self._of(client) + amount
+        if len(self._given) > _REMEMBERED:
+            self._level = max(self._level, min(self._given.values()))
+            self._given = {c: value for c, value in self._given.items() if value > self._level}
+
+    def _of(self, client: Hashable) -> float:
+        return max(self._given.get(client, 0.0), self._level)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+
+class FairQueue:
+    """Keys that wait: within a client in the order of `add`, between clients by shares."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Hashable, dict[int, int]] = {}  # client -> key -> number
+        self._clients: dict[int, Hashable] = {}
+        self._numbers = itertools.count()
+        self._shares = Shares()
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._clients
+
+    def add(self, key: int, client: Hashable) -> None:
+        assert key not in self._clients
+        self._clients[key] = client
+        self._queues.setdefault(client, {})[key] = next(self._numbers)
+
+    def first(self) -> int | None:
+        """Whose turn it is: it stays first until it is taken or leaves."""
+        if not self._queues:
+            return None
+        oldest = {client: next(iter(queue.values())) for client, queue in self._queues.items()}
+        return next(iter(self._queues[self._shares.turn(oldest)]))
+
+    def take(self, key: int, cost: float) -> None:
+        """The first one got what it waited for."""
+        self._shares.charge(self._clients[key], cost)
+        self.drop(key)
+
+    def drop(self, key: int) -> None:
+        """It leaves, if it is here."""
+        if key not in self._clients:
+            return
+        client = self._clients.pop(key)
+        queue = self._queues[client]
+        del queue[key]
+        if not queue:
+            del self._queues[client]

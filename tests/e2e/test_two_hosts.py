@@ -1,0 +1,97 @@
+"""Two hosts with addresses of their own, joined by 1 Gbit/s that loses one packet in a
+hundred (tc does both): the same answers, and a cable that is pulled out and put back.
+
+``one`` has the gateway, encode and decode, ``other`` has prefill: embeddings, KV blocks and
+all control cross the cable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+
+import pytest
+
+from tests.chaos.questions import questions
+from tests.chaos.service import Place
+from tests.chaos.traffic import Traffic
+from tests.e2e.cluster import GATEWAY, STAGES, Cluster
+from tests.e2e.conftest import MakeCluster
+from tests.netns import Network, Node, open_network
+
+pytestmark = pytest.mark.timeout(300)
+RATE, LOSS = "1gbit", 0.01
+SETTINGS = {
+    "model.exact": "true",  # an answer doesn't depend on who else is there
+    "limits.request_deadline_s": "30",
+    # Nothing is kept: what is asked again crosses the cable again.
+    "encode.cache_mib": "0",
+    "prefill.embedding_cache": "false",
+    "prefill.prefix_cache": "false",
+    "decode.prefix_cache": "false",
+}
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    with open_network() as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def hosts(network: Network) -> tuple[Node, Node]:
+    found = network.node("one"), network.node("other")
+    for host in found:
+        network.shape(host.link(), RATE)
+    return found
+
+
+@pytest.fixture(scope="module")
+def running(make_cluster: MakeCluster, hosts: tuple[Node, Node]) -> Cluster:
+    one, other = hosts
+    nodes: Mapping[str, Node] = dict.fromkeys((GATEWAY, *STAGES), one) | {"prefill": other}
+    return make_cluster(nodes=nodes, settings=SETTINGS)
+
+
+@pytest.fixture
+async def traffic(
+    running: Cluster, network: Network, hosts: tuple[Node, Node]
+) -> AsyncIterator[Traffic]:
+    """Knows the answers without loss; the test runs with it. Everybody lives on, and
+    nothing is left over."""
+    pids, found = running.pids, Traffic([Place(running.gateway, None)], questions(), seed=3)
+    await found.learn()
+    for host in hosts:
+        network.lose(host.link(), LOSS)
+    yield found
+    for host in hosts:
+        network.lose(host.link(), 0)
+    assert running.pids == pids
+    assert all(member.alive for member in running.members)
+    await asyncio.to_thread(running.assert_clean)
+
+
+async def test_right_answers_over_a_cable_that_loses_packets(
+    traffic: Traffic, network: Network, hosts: tuple[Node, Node]
+) -> None:
+    before = sum(network.resent(host.link()) for host in hosts)
+    assert not await traffic.check_all()
+    # Or nothing was lost, and this showed nothing.
+    assert sum(network.resent(host.link()) for host in hosts) > before
+
+
+@pytest.mark.parametrize("seconds", [0.5, 4.0], ids=["short", "longer than a worker may be silent"])
+async def test_a_cut_cable_heals_without_a_restart(
+    traffic: Traffic, running: Cluster, network: Network, hosts: tuple[Node, Node], seconds: float
+) -> None:
+    clients = asyncio.create_task(traffic.run(3, bursts=False))
+    _, other = hosts
+    await asyncio.sleep(1.0)
+    network.cut(other.link())
+    await asyncio.sleep(seconds)
+    network.heal(other.link())
+    await asyncio.to_thread(running.until_serving)
+    traffic.stop()
+    await clients
+    assert not traffic.outcomes.faults
+    assert not await traffic.check_all()

@@ -1,0 +1,62 @@
+"""A worker whose forward never ends: it says so, says why, and makes way."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.cluster import STAGES, Cluster, Reply, Worker, request
+from tests.e2e.conftest import grey_png, user
+
+pytestmark = pytest.mark.timeout(200)
+STALL_S, WEDGED_S = 1.0, 3.0
+
+
+def question(shade: int) -> dict[str, Any]:
+    message = user(f"{shade}", grey_png(96, 96, 40 * shade), "Describe it.")
+    return {"messages": [message], "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+
+
+def text(reply: Reply) -> str:
+    assert reply.status == 200, reply
+    return str(reply.json["choices"][0]["message"]["content"])
+
+
+def not_serving(worker: Worker) -> bool:
+    return request(worker.report["metrics"], "/ready").status == 503
+
+
+@pytest.mark.parametrize(
+    "stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in STAGES[:2]), "decode"]
+)
+def test_a_wedged_worker_is_not_serving_and_makes_way(tmp_path: Path, stage: str) -> None:
+    """Its request goes on elsewhere, with the same answer."""
+    settings = {"worker.stall_s": STALL_S, "worker.wedged_s": WEDGED_S, "model.exact": "true"}
+    cluster = Cluster(tmp_path, counts={stage: 2}, settings=settings)
+    wedged = cluster.worker(stage)
+    wedged.environ["EPD_FAULTS"] = "step.hang=600"
+    cluster.start()
+    bodies = [question(shade) for shade in range(6)]
+    try:
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            # As many as it takes until both workers have one.
+            asked = [pool.submit(cluster.chat, body) for body in bodies]
+            deadline = time.monotonic() + 20
+            while wedged.alive and not not_serving(wedged):
+                assert time.monotonic() < deadline, "it says that it serves"
+                time.sleep(0.05)
+            found = [text(future.result()) for future in asked]
+        assert wedged.finish() == 1
+        log = wedged.log.read_text()
+        assert " waits for " in log
+        assert "giving up" in log
+        wedged.environ["EPD_FAULTS"] = ""
+        cluster.restart(stage)
+        assert [text(cluster.chat(body)) for body in bodies] == found
+        cluster.assert_clean()
+    finally:
+        cluster.close()
