@@ -20,6 +20,7 @@ from gateway.grpc_receipt import authorization
 from gateway.grpc_request import chat_call, completion_call, tokenize_call
 from gateway.outcomes import beginning
 from gateway.schema import ChatCall
+from gateway.tokens import check_count
 from protos.epd.v1 import gateway_pb2 as pb
 from protos.epd.v1 import gateway_pb2_grpc as pb_grpc
 
@@ -69,6 +70,7 @@ class GatewayService(pb_grpc.GatewayServicer):
         self, request: pb.DetokenizeRequest, context: Any
     ) -> pb.DetokenizeResponse:
         with self._access.admit(authorization(context)):
+            check_count(len(request.ids), self._service.preparer.max_context, "ids")
             _check_ids(request.ids, self._vocab_size)
             text = self._service.tokenizer.decode(list(request.ids), skip_special_tokens=False)
         return pb.DetokenizeResponse(text=text)

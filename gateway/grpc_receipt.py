@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind, invalid
@@ -116,7 +117,10 @@ class Receipt(grpc.aio.ServerInterceptor):
                 raise EpdError(ErrorKind.REQUEST_TIMEOUT, reason)
         finally:
             reading.cancel()
-        message = reading.result()
+        try:
+            message = reading.result()
+        except DecodeError:
+            raise invalid("the message is not one of this method's") from None
         if message is grpc.aio.EOF:
             raise invalid("there is no message")
         return message

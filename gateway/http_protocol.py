@@ -12,12 +12,16 @@ for ever. Each is a state here, with a bound; `sweep` ends connections that outs
     closing    we closed; the peer doesn't read the rest             cut
 
 Bodies of requests that are being read have their deadline in `responses.read_body`.
+
+Offers to change the protocol (`Upgrade: h2c`, from Java's client with every first request)
+are ignored, as HTTP wants it: the parser would take the body for that other protocol.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,6 +34,7 @@ _log = logging.getLogger(__name__)
 _LINGER_S = 5.0
 """For these states there is nothing to wait for but good manners."""
 _RETRY_S = 1
+_UPGRADE = re.compile(rb"\r\nUpgrade:", re.IGNORECASE)
 _REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
 _UNAVAILABLE = "Service Unavailable"
 
@@ -54,6 +59,8 @@ class BoundedProtocol(HttpToolsProtocol):
     bounds: ClassVar[Bounds]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._head = 0
+        """Bytes of the head that is being read, its names and values."""
         self._silent = 0
         """Bytes since the last one that belonged to a body: heads, trailers, padding."""
         self._messages = 0
@@ -71,22 +78,43 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._silent += len(data)
+        if not (self._in_body or self._answering):
+            data = _without_upgrade(data)
         super().data_received(data)
         if self._silent > self.bounds.head_bytes and not self.transport.is_closing():
-            kind = ErrorKind.REQUEST_TOO_LARGE
-            reason = f"the request's head has more than {self.bounds.head_bytes} bytes"
-            self._refuse(431, EpdError(kind, reason))
+            self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        self._head = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._head += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head += len(name) + len(value)
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self._head > self.bounds.head_bytes:  # came in one piece, with more behind it
+            self._refuse_head()
+            return
         self._silent = 0
         self._in_body = True
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        if self.transport.is_closing():
+            return
         self._silent = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.transport.is_closing():
+            return
         self._silent = 0
         self._in_body = False
         self._messages += 1
@@ -133,6 +161,10 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
+    def _refuse_head(self) -> None:
+        reason = f"the request's head has more than {self.bounds.head_bytes} bytes"
+        self._refuse(431, EpdError(ErrorKind.REQUEST_TOO_LARGE, reason))
+
     def _refuse(self, status: int, error: EpdError) -> None:
         if self._answering:  # the answer to an earlier request would be cut in two
             self.transport.abort()
@@ -145,6 +177,12 @@ class BoundedProtocol(HttpToolsProtocol):
         head = "\r\n".join([*lines, "connection: close", "", ""])
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """The same bytes, but that no header of the head they begin with is called Upgrade."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"\r\nIgnored:", head) + end + rest if _UPGRADE.search(head) else data
 
 
 def bounded(bounds: Bounds) -> type[BoundedProtocol]:

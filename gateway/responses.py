@@ -13,7 +13,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from epd.errors import EpdError, ErrorKind
+from epd.errors import EpdError, ErrorKind, invalid
 from epd.obs import metrics
 from gateway.budget import Hold
 from gateway.chat import Answer, Part
@@ -41,11 +41,17 @@ async def read_body(request: Request, limit: int, within_s: float, hold: Hold) -
         reason = f"the body took more than {within_s:g} s"
         raise EpdError(ErrorKind.REQUEST_TIMEOUT, reason) from None
     except EpdError:
-        await _discard(request, limit)
+        # Who asked whether to send at all is told so at once.
+        if request.headers.get("expect", "").lower() != "100-continue":
+            await _discard(request, limit)
         raise
 
 
 async def _read_body(request: Request, limit: int, hold: Hold) -> bytes:
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        reason = f"content-encoding {coding[:32]!r} is not supported; send the body as it is"
+        raise invalid(reason)
     declared = request.headers.get("content-length", "")
     expected = int(declared) if declared.isdecimal() else 0
     if expected > limit:

@@ -7,6 +7,7 @@ use (top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids) a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,9 @@ from gateway.tools import ToolUse, read_tools
 _GREEDY_BELOW = 1e-5
 """A temperature under this would overflow half precision: it means greedy."""
 _INT64 = 1 << 63
+_MOST_VALUES = 1_000_000
+"""More than any prompt has tokens, or commas. A parser makes 60 bytes and more of each."""
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]*")
 _MANY_TOKENS = (1 << 31) - 1
 
 # Known, not served: the values listed change nothing and pass.
@@ -136,7 +140,10 @@ def with_tools(generation: Generation, tools: ToolUse) -> Generation:
 
 
 def load_json(body: bytes) -> Any:
-    """Raises EpdError for what is no JSON (NaN and Infinity are none)."""
+    """Raises EpdError for what is no JSON (NaN and Infinity are none), or would become very
+    much more in memory than it is as text."""
+    if body.count(b",") > _MOST_VALUES:
+        raise invalid(f"the body has more than {_MOST_VALUES} values")
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -216,7 +223,7 @@ def _logit_bias(fields: Fields, vocab_size: int) -> Mapping[int, float]:
     bias: dict[int, float] = {}
     for key, number in value.items():
         name = f"logit_bias.{key}"
-        if not (isinstance(key, str) and key.isascii() and key.isdigit()):
+        if not _TOKEN_ID.fullmatch(key):  # "05" beside "5" would be two wishes for one id
             raise fields.wrong(name, "is no token id")
         if len(key) > 10 or int(key) >= vocab_size:
             raise fields.wrong(name, f"the vocabulary has {vocab_size} ids")

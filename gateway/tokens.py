@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from epd.config import LimitsConfig
+from epd.errors import invalid
 from epd.jobs import SamplingParams
 from gateway.budget import Hold
 from gateway.chat import ChatService
@@ -35,12 +36,23 @@ async def tokenize(
 
 
 def detokenize(service: ChatService, body: bytes, vocab_size: int) -> dict[str, Any]:
-    """The text of ids, control tokens included."""
+    """The text of ids, control tokens included.
+
+    Raises:
+        EpdError: the user's fault; also more ids than any prompt or answer has.
+    """
     fields = Fields(load_json(body), "")
     service.check_model(fields.string("model") or "")
     ids = read_ids(fields, "tokens", fields.take("tokens"), vocab_size)
     fields.done()
+    check_count(len(ids), service.preparer.max_context, "tokens")
     return {"prompt": service.tokenizer.decode(list(ids), skip_special_tokens=False)}
+
+
+def check_count(count: int, most: int, param: str) -> None:
+    """Raises EpdError: more ids than the context holds; their text takes long to make."""
+    if count > most:
+        raise invalid(f"{param}: {count} ids, the context holds {most}", param)
 
 
 def _call(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCall:

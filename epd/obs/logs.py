@@ -18,6 +18,11 @@ import orjson
 from epd.config import LogConfig
 
 _request: ContextVar[str] = ContextVar("epd_request", default="")
+_VISIBLE = {
+    point: f"\\x{point:02x}" if point < 256 else f"\\u{point:04x}"
+    for point in (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F))
+}
+"""Control characters, line ends and turns of the writing direction, as people can see them."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -100,7 +105,8 @@ class _Text(logging.Formatter):
             record.getMessage(),
             *(f"{key}={value}" for key, value in _fields(record).items()),
         ]
-        text = " ".join(parts)
+        # What clients wrote is in here: it must not begin a line of its own, or move a cursor.
+        text = " ".join(parts).translate(_VISIBLE)
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
         return text

@@ -127,6 +127,7 @@ async def test_req_03_limits_are_the_smallest_workers(empty: House) -> None:
         ({"logit_bias": {"191222": -100}}, "logit_bias.191222"),
         ({"logit_bias": {"-1": 5}}, "logit_bias.-1"),
         ({"logit_bias": {"abc": 1}}, "logit_bias.abc"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias.05"),
         ({"logit_bias": {"0": 101}}, "logit_bias.0"),
         ({"stop_token_ids": [10**9]}, "stop_token_ids[0]"),
         ({"bad_words": ["x"]}, "bad_words"),

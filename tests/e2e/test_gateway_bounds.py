@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 import time
@@ -123,6 +124,72 @@ async def test_a_head_without_end_is_431(loaded: Loaded, data: bytes) -> None:
     async with opened(loaded) as house, dripping(house, POST, data) as reader:
         status, body = await answer(reader, 5)
         assert (status, body["error"]["code"]) == (431, "request_too_large")
+
+
+async def sent(house: House, data: bytes) -> tuple[int, Any]:
+    """The answer to a request that wants its connection closed."""
+    reader, writer = await connect(house)
+    try:
+        writer.write(data)
+        return await answer(reader, 3)
+    finally:
+        writer.close()
+
+
+def asked(**body: Any) -> bytes:
+    messages = [{"role": "user", "content": "Hello"}]
+    return json.dumps({"model": "demo", "messages": messages, **body}).encode()
+
+
+@pytest.mark.parametrize("lines", [b"a: " + b"b" * 70_000 + b"\r\n", b"a: bcdefgh\r\n" * 9000])
+async def test_a_head_that_comes_in_one_piece_is_bounded_too(loaded: Loaded, lines: bytes) -> None:
+    body = asked()
+    more = lines + b"content-length: %d\r\n\r\n" % len(body)
+    async with opened(loaded, head_bytes=64 << 10) as house:
+        status, found = await sent(house, POST + more + body + POST + b"\r\n")
+        assert (status, found["error"]["code"]) == (431, "request_too_large")
+        assert house.journal == []
+
+
+async def test_who_asks_whether_to_send_too_much_is_told_at_once(loaded: Loaded) -> None:
+    head = b"connection: close\r\nexpect: 100-continue\r\ncontent-length: 1000000000\r\n\r\n"
+    async with opened(loaded) as house:
+        status, found = await sent(house, POST + head)
+        assert (status, found["error"]["code"]) == (413, "request_too_large")
+
+
+@pytest.mark.parametrize("name", [b"Upgrade", b"upgrade", b"UPGRADE"])
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+async def test_offers_of_other_protocols_are_ignored(
+    loaded: Loaded, name: bytes, protocol: bytes
+) -> None:
+    """Java's HttpClient offers h2c with its first request, and means it to be answered."""
+    body = asked(user="\r\nUpgrade: not a header")
+    offer = b"Connection: Upgrade, close\r\n" + name + b": " + protocol + b"\r\n"
+    length = b"content-length: %d\r\n\r\n" % len(body)
+    async with opened(loaded) as house:
+        status, found = await sent(house, POST + offer + length + body)
+        assert status == 200
+        assert found["usage"]["completion_tokens"] > 0
+
+
+async def test_a_compressed_body_is_refused_by_name(loaded: Loaded) -> None:
+    body = gzip.compress(asked())
+    head = b"connection: close\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with opened(loaded) as house:
+        status, found = await sent(house, POST + head + body)
+        assert status == 400
+        assert "content-encoding 'gzip' is not supported" in found["error"]["message"]
+
+
+async def test_small_values_by_the_million_are_not_parsed(loaded: Loaded) -> None:
+    """A body of 20 MB of them would be a gigabyte of objects."""
+    body = b'{"model":"demo","messages":[' + b"[]," * 1_100_000 + b"[]]}"
+    head = b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with opened(loaded, {"max_body_bytes": 8 << 20}) as house:
+        status, found = await sent(house, POST + head + body)
+        assert status == 400
+        assert "more than 1000000 values" in found["error"]["message"]
 
 
 async def test_trailers_without_end_are_cut_off(loaded: Loaded) -> None:

@@ -86,6 +86,20 @@ async def test_an_empty_stream_is_no_request(loaded: Loaded) -> None:
         assert await status(call) is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.parametrize("method", METHODS)
+async def test_what_is_no_message_is_the_callers_fault(loaded: Loaded, method: str) -> None:
+    bad_text = b"\x0a\x06\x12\x04\x0a\x02\xff\xfe"  # of a ChatRequest: a text that isn't UTF-8
+    async with opened(loaded) as house, grpc.aio.insecure_channel(house.grpc) as channel:
+        for data in (b"\xff" * 50, bad_text):
+            call = silent(channel, method)
+            await call.write(data)
+            await call.done_writing()
+            if data is bad_text and method != CHAT:
+                continue  # unknown fields to the others
+            assert await status(call) is grpc.StatusCode.INVALID_ARGUMENT
+        assert house.journal == []
+
+
 async def test_bytes_of_all_messages_in_flight_are_bounded(loaded: Loaded) -> None:
     async with (
         opened(loaded, {"max_inflight_mib": 1}) as house,

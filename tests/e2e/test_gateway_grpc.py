@@ -286,6 +286,7 @@ async def test_tokenize_and_back_are_the_same(house: House, client: AsyncClient)
     text = (await post(house.http, "/detokenize", {"tokens": ids})).json()["prompt"]
     assert await client.detokenize(ids) == text
     for request, param in (
+        (pb.DetokenizeRequest(ids=[5] * 200_000), "ids"),
         (pb.TokenizeRequest(), "messages"),
         (pb.TokenizeRequest(text="a", messages=[user("a")]), "text"),
         (pb.TokenizeRequest(text="a", model="other"), "model"),

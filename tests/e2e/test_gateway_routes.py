@@ -124,6 +124,7 @@ async def test_tokenize_and_back(house: House) -> None:
         ("/tokenize", {"prompt": "a", "x": 1}, "x"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/detokenize", {"tokens": [10**9]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [5] * 200_000}, "tokens"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", [], None),
     ],

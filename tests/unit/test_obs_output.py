@@ -52,6 +52,18 @@ def test_text_lines_carry_the_request(capsys: pytest.CaptureFixture[str]) -> Non
     assert "not shown" not in line
 
 
+def test_what_clients_wrote_begins_no_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup(LogConfig(), "gateway")
+    forged = "/v1/models/x\n12:00:00.000 I gateway access status=200\r\x1b[2J\u2028\u202e\x85é世"
+    logging.getLogger("x").info("refused: %s", forged, extra={"path": forged})
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert (
+        err.count(r"x\x0a12:00:00.000 I gateway access status=200\x0d\x1b[2J\u2028\u202e\x85é世")
+        == 2
+    )
+
+
 def test_an_explicit_request_wins(capsys: pytest.CaptureFixture[str]) -> None:
     """Engine work of several requests is logged outside of any."""
     logs.setup(LogConfig(format="json"), "encode")
