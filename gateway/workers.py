@@ -5,7 +5,8 @@
               └──Leaving──> DRAINING ──stream ends──> gone
 
 A worker is its address *and* its epoch: restarted on the same address it is a new
-one. After lost contact on a call it is passed over until its next heartbeat.
+one. After lost contact on a call it is passed over until its next heartbeat, if there are
+others.
 """
 
 from __future__ import annotations
@@ -229,10 +230,13 @@ class Registry:
 
     def live(self, stage: Stage) -> list[Worker]:
         """Workers of a stage that work may be sent to."""
+        return self._in_state(stage, "live")
+
+    def _in_state(self, stage: Stage, state: str) -> list[Worker]:
         return [
             worker
             for worker in self._workers.values()
-            if stage in worker.card.stages and worker.state == "live"
+            if stage in worker.card.stages and worker.state == state
         ]
 
     def choose(
@@ -265,9 +269,11 @@ class Registry:
         return any(len(self.live(stage)) > 1 for stage in KV_STAGES)
 
     def _within_reach(self, stage: Stage, near: Worker | None) -> list[Worker]:
-        """Live workers, and `near` although it drains: its own requests end there."""
+        """Live workers, and `near` although it drains: its own requests end there. Without
+        any, those that broke a call lately: they may be well."""
         drains = near is not None and near.state == "draining" and stage in near.card.stages
-        return [*self.live(stage), *([near] if drains and near is not None else [])]
+        found = [*self.live(stage), *([near] if drains and near is not None else [])]
+        return found or self._in_state(stage, "suspect")
 
     def choose_encoder(
         self,

@@ -10,6 +10,7 @@ from epd.config import RpcConfig
 from epd.rpc import tls
 
 Options = Sequence[tuple[str, int]]
+_CONNECT_MS = 3000
 
 
 def _keepalive(config: RpcConfig) -> Options:
@@ -30,7 +31,9 @@ def client_options(config: RpcConfig) -> Options:
         ("grpc.max_receive_message_length", config.control_bytes),
         # A worker that comes back on its address is dialled within a second.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # In spite of its name this is how long one attempt may take. On a crowded machine
+        # the peer's side of a handshake takes a while; who is dead, heartbeats say.
+        ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", 1000),
         # Each worker's connection is its own: one hung peer holds up no other.
         ("grpc.use_local_subchannel_pool", 1),

@@ -166,7 +166,7 @@ def test_time_that_the_gateway_lost_is_nobodys_silence(registry: Registry, clock
     assert worker.gone
 
 
-@pytest.mark.parametrize("flag", ["draining", "suspect", "gone"])
+@pytest.mark.parametrize("flag", ["draining", "gone"])
 def test_only_the_living_get_work(registry: Registry, flag: str) -> None:
     worker = registry.join(card())
     setattr(worker, flag, True)
@@ -174,6 +174,16 @@ def test_only_the_living_get_work(registry: Registry, flag: str) -> None:
         registry.choose(Stage.DECODE)
     assert caught.value.kind is ErrorKind.STAGE_UNAVAILABLE
     assert caught.value.retry_after_s
+
+
+def test_who_broke_a_call_is_passed_over_only_where_there_is_another(registry: Registry) -> None:
+    first, second = (registry.join(card(f"{name}:1", Stage.ENCODE)) for name in "ab")
+    first.suspect = True
+    for number in range(5):
+        assert registry.choose_encoder(bytes([number]) * 32, 4) is second
+    second.draining = True
+    assert registry.choose_encoder(b"x" * 32, 4) is first
+    assert registry.live(Stage.ENCODE) == []
 
 
 def test_a_heartbeat_clears_suspicion(registry: Registry) -> None:
