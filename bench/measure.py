@@ -1,6 +1,6 @@
 """Where the time of a request goes: TTFT, TPOT, every stage, every transfer, memory.
 
-    python -m bench.measure CHECKPOINT [--rounds 7] [--set key=value ...] [--json FILE]
+    python -m bench.measure CHECKPOINT [--rounds 7] [--set key=value ...] [--out FILE]
 
 Starts `epd serve CHECKPOINT` on free ports, sends every kind of request in turn (rounds
 interleaved, so that drift of the machine hits all kinds alike), and prints Markdown tables
@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import orjson
-import psutil
 
+from bench.footprint import memory
 from bench.service import Service, epd_service
 from epd.bench.campaign import connect
 from epd.bench.client import open_session
@@ -93,14 +93,6 @@ def _median(values: Iterable[float]) -> str:
     return f"{statistics.median(listed):.1f} ({min(listed):.1f}-{max(listed):.1f})"
 
 
-def memory(pids: Mapping[str, int]) -> str:
-    rows = []
-    for name, pid in pids.items():
-        info = psutil.Process(pid).memory_full_info()
-        rows.append([name, f"{info.rss / 2**20:.0f}", f"{info.uss / 2**20:.0f}"])
-    return markdown(["process", "RSS MiB", "of it private (USS) MiB"], rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("checkpoint")
@@ -110,15 +102,24 @@ def main() -> None:
     parser.add_argument("--long-words", type=int, default=900)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", dest="settings", action="append", default=[])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="every request's record")
+    parser.add_argument("--out", type=Path, help="the tables, as Markdown")
     options = parser.parse_args()
     with epd_service(options.checkpoint, options.settings, say=print) as service:
-        idle = memory(service.pids)
+        idle = memory(service)
         found = asyncio.run(_run(service, options))
-        busy = memory(service.pids)
-    print(f"\n{options.rounds} rounds, {options.tokens} tokens each, medians (min-max)\n")
-    print(timeline(found))
-    print(f"\nMemory before the first request\n\n{idle}\n\nMemory after the last\n\n{busy}")
+        busy = memory(service)
+    report = "\n\n".join(
+        [
+            f"{options.rounds} rounds, {options.tokens} tokens each, medians (min-max)",
+            timeline(found),
+            f"Memory before the first request\n\n{idle}",
+            f"Memory after the last\n\n{busy}",
+        ]
+    )
+    print(f"\n{report}")
+    if options.out:
+        options.out.write_text(f"{report}\n")
     if options.json:
         rows = {kind: [r.row(r.scheduled) for r in records] for kind, records in found.items()}
         options.json.write_bytes(orjson.dumps(rows, option=orjson.OPT_INDENT_2))

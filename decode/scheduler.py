@@ -143,15 +143,13 @@ class Scheduler:
             pool = self._num_blocks * self._block_tokens
             raise EpdError(
                 ErrorKind.CONTEXT_LENGTH_EXCEEDED,
-                f"prompt and output may take {most_tokens} tokens, decode holds {pool}",
+                f"prompt and output may take {most_tokens} tokens, decode's pool "
+                f"(kv.decode_tokens) holds {pool}",
                 param="max_tokens",
             )
         if self.waiting >= self._max_queue:
-            raise EpdError(
-                ErrorKind.OVERLOADED,
-                f"{self._max_queue} requests are waiting already",
-                retry_after_s=1.0,
-            )
+            reason = f"{self.waiting} requests wait, {self._max_queue} may (decode.max_queue)"
+            raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
         age = (arrival, key)
         self._all[key] = _Sequence(key, age, kv_tokens, most, tuple(hashes), client)
 

@@ -348,6 +348,7 @@ class DecodeWorker:
             "running": self._scheduler.running,
             "tickets": len(self._tickets),
             **self._kv.state(),
+            "weights_bytes": self._lm.weights_bytes,
             "steps": self.steps.steps,
             "background": len(self._background),
             "tasks": len(asyncio.all_tasks()),

@@ -56,9 +56,8 @@ class Batcher:
         """
         depth = len(self._waiting)
         if depth >= self._max_queue:
-            raise EpdError(
-                ErrorKind.OVERLOADED, f"{depth} images are waiting already", retry_after_s=1.0
-            )
+            reason = f"{depth} images wait, {self._max_queue} may (encode.max_queue)"
+            raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
         assert key not in self._waiting
         assert key not in self._running
         self._waiting[key] = _Image(key)

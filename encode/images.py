@@ -30,6 +30,7 @@ class ImagePreparer:
     def __init__(self, config: Config) -> None:
         encode = config.encode
         self._cpu_s = encode.decode_cpu_s
+        self._memory_mib = encode.decode_memory_mib
         self._sandbox = Sandbox(
             "encode.decoder:load",
             {"path": config.model.path, "limits": config.limits.model_dump()},
@@ -56,7 +57,8 @@ class ImagePreparer:
             if died.timed_out:
                 reason = f"the image takes more than {self._cpu_s:g} s to decode"
             else:
-                reason = "the image broke the decoder, or needs too much memory to decode"
+                most = f"{self._memory_mib} MiB"
+                reason = f"the image broke the decoder, or needs more than {most} to decode"
             raise EpdError(ErrorKind.INVALID_IMAGE, reason, param=PARAM) from died
 
     def close(self) -> None:

@@ -56,6 +56,7 @@ class EncodeWorker:
     ) -> None:
         self._config = config
         self.spec = encoder.spec
+        self._weights_bytes = encoder.weights_bytes
         self.memory = memory
         self._arena = Arena(config.encode.arena_mib << 20)
         pin(self._arena.tensor, config.model.device)
@@ -112,12 +113,12 @@ class EncodeWorker:
         if work is None:
             work = self._by_key[key] = self._works.begin(key, job, nbytes)
             metrics.CACHE_LOOKUPS.labels(_CACHE, "miss").inc()
-        elif len(self._tickets) < self._config.encode.max_queue:
+        elif len(self._tickets) < (most := self._config.encode.max_queue):
             metrics.CACHE_LOOKUPS.labels(_CACHE, "joined").inc()
         else:
             raise EpdError(
                 ErrorKind.OVERLOADED,
-                f"{len(self._tickets)} images wait already, or are read",
+                f"{len(self._tickets)} images wait or are read, {most} may (encode.max_queue)",
                 retry_after_s=1.0,
             )
         return work
@@ -237,6 +238,7 @@ class EncodeWorker:
             "tickets": len(self._tickets) + len(self._works),
             "arena_bytes_used": self._arena.used_bytes - self._cache.idle_bytes,
             "arena_bytes": self._arena.nbytes,
+            "weights_bytes": self._weights_bytes,
             "cache_bytes": self._cache.kept_bytes,
             "cache_bytes_pinned": self._cache.pinned_bytes,
             "steps": self.steps.steps,

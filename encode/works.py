@@ -100,7 +100,7 @@ class Works:
         if held and held + more > self._max_file_bytes:
             raise EpdError(
                 ErrorKind.OVERLOADED,
-                f"{held} bytes of images wait already (encode.max_queue_mib)",
+                f"{held} bytes of images wait, {self._max_file_bytes} may (encode.max_queue_mib)",
                 retry_after_s=1.0,
             )
 

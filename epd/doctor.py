@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -68,8 +67,11 @@ def examine(load: Callable[[], Config]) -> Iterator[Finding]:
     yield from _libraries()
     yield from map(_import, _IMPORTS)
     yield _compiler()
+    from epd.supervisor import planned
+
     try:
         config = load()
+        planned(config.serve)
     except Exception as error:  # whatever is broken is the finding
         yield Finding("configuration", Level.MISSING, str(error))
         return
@@ -167,19 +169,15 @@ def _wheel(device: str) -> Finding:
 
 def _ports(config: Config) -> Iterator[Finding]:
     """Whether `epd serve` can have the ports that the configuration names."""
+    from epd.preflight import tried
     from epd.supervisor import fixed_ports
 
-    for key, host, port in fixed_ports(config):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                detail = f"{host}:{port}: {error.strerror}; stop what has it, or set another {key}"
-                yield Finding(key, Level.MISSING, detail)
-            else:
-                yield Finding(key, Level.OK, f"{host}:{port} is free")
+    for (key, host, port), problem in tried(fixed_ports(config)):
+        if problem:
+            detail = problem.message.removeprefix(f"{key}: ")
+            yield Finding(key, Level.MISSING, detail)
+        else:
+            yield Finding(key, Level.OK, f"{host}:{port} is free")
 
 
 def _memory(config: Config) -> Finding:
@@ -213,13 +211,17 @@ def _weights_mib(path: str) -> int:
 
 
 def _checkpoint(config: Config) -> Finding:
+    from epd.errors import EpdError
+
     path = config.model.path
     try:
         from epd.models.spec import read_spec
 
         spec = read_spec(path, config.model.dtype)
+    except EpdError as error:  # it names the folder, or the file
+        return Finding("checkpoint", Level.MISSING, error.message)
     except Exception as error:  # the reason is the finding, whatever its type
-        return Finding("checkpoint", Level.MISSING, f"{path}: {error}")
+        return Finding("checkpoint", Level.MISSING, f"{path}: {type(error).__name__}: {error}")
     size = _weights_mib(path)
     return Finding("checkpoint", Level.OK, f"{path}: {spec.family}, {spec.dtype}, {size} MiB")
 

@@ -110,6 +110,11 @@ class EpdError(Exception):
         }
 
 
+def too_many(param: str, value: int, limit: int, what: str) -> EpdError:
+    """Shorthand for more than is allowed: the field, the value and the limit."""
+    return invalid(f"{param}: {value} {what}, at most {limit} are allowed", param)
+
+
 def invalid(message: str, param: str | None = None) -> EpdError:
     """Shorthand for the commonest user fault."""
     return EpdError(ErrorKind.INVALID_REQUEST, message, param=param)

@@ -20,6 +20,7 @@ from epd.config import Config
 from epd.cpus import joined, pin
 from epd.errors import EpdError, invalid
 from epd.lifetime import die_with_expected_parent
+from epd.preflight import check, gateway_ports, worker_ports
 
 if TYPE_CHECKING:
     from epd.runtime.resources import Resources
@@ -71,6 +72,7 @@ def serve_stage(role: str, config: Config) -> int:
         torch.set_num_threads(config.model.threads)
     signal.signal(signal.SIGINT, _on_interrupt)
     try:
+        _check(role, config)
         pin(joined(getattr(config, part).cpus for part in parts))
         serve = _serve_of(role)
         with asyncio.Runner(loop_factory=_loop_factory(role)) as runner:
@@ -112,6 +114,13 @@ def _loop_factory(role: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
     import uvloop
 
     return uvloop.new_event_loop
+
+
+def _check(role: str, config: Config) -> None:
+    """What would stop it after all has been loaded."""
+    gateway = role == GATEWAY
+    ports = gateway_ports(config.gateway) if gateway else worker_ports(config.worker)
+    check(config, ports, gateway=gateway, worker=not gateway)
 
 
 def stages_of(role: str) -> tuple[str, ...]:
@@ -172,6 +181,8 @@ def _prepare_environment(threads: int) -> None:
     # Stages share the cores: a waiting OpenMP thread must not spin on one.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # gRPC's own lines on stderr (a peer went away) say nothing that our log doesn't.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # A checkpoint is a folder; nothing is ever looked up on a hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

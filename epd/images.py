@@ -27,6 +27,8 @@ from epd.errors import EpdError, ErrorKind
 FORMATS: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF") + (
     ("AVIF",) if features.check("avif") else ()
 )
+# Ours is looked at instead, before any pixel is decoded: it says how many there are.
+Image.MAX_IMAGE_PIXELS = None
 # Pillow warns about metadata and sizes with texts made from the file. Python keeps each
 # text that it has shown: a leak that clients control. What matters here raises instead.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -236,10 +238,8 @@ def _from_16_bit(picture: Image.Image) -> Image.Image:
 
 def _refuse(error: Exception, data: bytes, param: str) -> NoReturn:
     """Raise what a person can use instead of what Pillow said."""
-    if isinstance(error, Image.DecompressionBombError):
-        raise _large("the image header claims far more pixels than are allowed", param) from error
     if isinstance(error, MemoryError):
-        raise _large("the image needs more memory to decode than there is", param) from error
+        raise _large("the image needs more memory to decode than it may take", param) from error
     known = _served_format(data)
     if known is None:
         raise _bad(f"{_what_it_is(data)}; {_SERVED}", param) from error

@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Coroutine
 from typing import Any
 
+from epd import preflight
 from epd.child import Child, StartFailure, child_environment
 from epd.config import Config, ServeConfig, WorkerConfig
 from epd.errors import EpdError, invalid
@@ -72,9 +73,8 @@ class Supervisor:
 
     async def _start_all(self) -> None:
         """All at once: most of the time goes to imports, and workers dial until they are heard."""
-        gateway = self.config.gateway
-        # Workers of this machine need no port that the network reaches.
-        host = gateway.membership_host or _LOOPBACK
+        gateway = _as_served(self.config).gateway
+        host = gateway.membership_host
         port = gateway.membership_port or _free_port(host)
         self.gateway.settings["gateway.membership_host"] = host
         self.gateway.settings["gateway.membership_port"] = str(port)
@@ -214,26 +214,23 @@ def planned(config: ServeConfig) -> list[tuple[str, int]]:
 
 
 def _own_ports(worker: WorkerConfig, place: int) -> dict[str, str]:
-    """Settings of the worker at `place`: one configured port can't serve them all, so each
-    takes the next."""
-    ports = {"worker.port": worker.port, "worker.metrics_port": worker.metrics_port}
-    return {key: str(port + place) for key, port in ports.items() if port > 0}
+    """Settings of the worker at `place`."""
+    return {key: str(port) for key, _, port in preflight.worker_ports(worker, place)}
 
 
-def fixed_ports(config: Config) -> list[tuple[str, str, int]]:
+def _as_served(config: Config) -> Config:
+    """Workers of this machine need no membership port that the network reaches."""
+    host = config.gateway.membership_host or _LOOPBACK
+    gateway = config.gateway.model_copy(update={"membership_host": host})
+    return config.model_copy(update={"gateway": gateway})
+
+
+def fixed_ports(config: Config) -> list[preflight.Port]:
     """(configuration key, host, port) of all ports that `epd serve` must find free."""
-    gateway, worker = config.gateway, config.worker
-    found = [
-        ("gateway.http_port", gateway.host, gateway.http_port),
-        ("gateway.grpc_port", gateway.host, gateway.grpc_port),
-        ("gateway.membership_port", gateway.membership_host or _LOOPBACK, gateway.membership_port),
-        ("gateway.metrics_port", gateway.metrics_host, gateway.metrics_port),
-    ]
-    hosts = {"worker.port": worker.host, "worker.metrics_port": worker.metrics_host or worker.host}
+    found = preflight.gateway_ports(_as_served(config).gateway)
     for place, _ in enumerate(planned(config.serve)):
-        ports = _own_ports(worker, place)
-        found += [(key, hosts[key], int(port)) for key, port in ports.items()]
-    return [entry for entry in found if entry[2] > 0]
+        found += preflight.worker_ports(config.worker, place)
+    return found
 
 
 def run(config: Config) -> int:
@@ -243,6 +240,12 @@ def run(config: Config) -> int:
     except EpdError as error:
         _complain(error.message)
         return 2
+    try:
+        # Here, before any process has begun to load for half a minute.
+        preflight.check(_as_served(config), fixed_ports(config), gateway=True, worker=True)
+    except EpdError as error:
+        _complain(f"can't start: {error.message}")
+        return 1
     return asyncio.run(_run(config))
 
 

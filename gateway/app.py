@@ -23,6 +23,7 @@ from epd.config import LimitsConfig
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from epd.obs import logs, metrics
+from epd.rpc.status import internal
 from gateway.budget import Hold
 from gateway.chat import Answer, ChatService, new_request_id
 from gateway.completions import CompletionEncoder, parse_completion
@@ -133,7 +134,8 @@ def build_app(service: ChatService, vocab_size: int, fingerprint: str) -> FastAP
         stages = {str(stage): len(registry.live(stage)) for stage in Stage}
         reason = why_not_ready(service)
         state = "draining" if service.draining else "waiting" if reason else "ready"
-        body = {"status": state, "live_workers": stages, "workers": registry.describe()}
+        # Needs no key, so it names no worker; /debug/state does.
+        body = {"status": state, "live_workers": stages}
         return _json(body, 503 if reason else 200)
 
     @app.get("/metrics")
@@ -328,8 +330,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def on_fault(request: Request, error: Exception) -> Response:
         _log.error("unforeseen", exc_info=error)
         request_id = getattr(request.state, "request_id", "?")
-        what = EpdError(ErrorKind.INTERNAL, f"internal error; see the log of request {request_id}")
-        return error_response(what, request)
+        return error_response(internal(request_id), request)
 
     app.add_exception_handler(EpdError, on_epd_error)
     app.add_exception_handler(ClientGone, on_client_gone)

@@ -135,10 +135,9 @@ class ChatService:
                 ErrorKind.STAGE_UNAVAILABLE, "the gateway is shutting down", retry_after_s=1.0
             )
         busy = self.inflight + self._receiving
-        if busy >= self.config.limits.max_inflight:
-            raise EpdError(
-                ErrorKind.OVERLOADED, f"{busy} requests are in flight already", retry_after_s=1.0
-            )
+        if busy >= (most := self.config.limits.max_inflight):
+            reason = f"{busy} requests are in flight, {most} are allowed"
+            raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from epd.config import LimitsConfig
-from epd.errors import invalid
+from epd.errors import too_many
 from epd.jobs import Grammar, GrammarKind
 from gateway.fields import Fields
 
@@ -42,9 +42,8 @@ def read_constraint(fields: Fields, limits: LimitsConfig) -> Constraint | None:
 
 def check_size(constraint: Constraint, limits: LimitsConfig) -> None:
     """Raises EpdError naming the field of a grammar that is too large to compile."""
-    if len(constraint.grammar.text.encode()) > limits.max_grammar_bytes:
-        reason = f"{constraint.param}: more than {limits.max_grammar_bytes} bytes"
-        raise invalid(reason, constraint.param)
+    if (size := len(constraint.grammar.text.encode())) > limits.max_grammar_bytes:
+        raise too_many(constraint.param, size, limits.max_grammar_bytes, "bytes as a grammar")
 
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:
@@ -125,7 +124,8 @@ def _guided_choice(fields: Fields, limits: LimitsConfig) -> Constraint | None:
     if value is None:
         return None
     if not 1 <= len(value) <= limits.max_guided_choices:
-        raise fields.wrong("guided_choice", f"takes 1 to {limits.max_guided_choices} strings")
+        reason = f"takes 1 to {limits.max_guided_choices} strings, not {len(value)}"
+        raise fields.wrong("guided_choice", reason)
     if not all(isinstance(choice, str) and choice for choice in value):
         raise fields.wrong("guided_choice", "must hold strings that are not empty")
     return Constraint(choice_grammar(value), fields.param("guided_choice"))

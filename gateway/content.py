@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from epd.config import LimitsConfig
-from epd.errors import invalid
+from epd.errors import invalid, too_many
 from epd.text.messages import ChatMessage, ImagePart, TextPart, ToolCall
 from gateway.fields import Fields, kind_of
 
@@ -70,7 +70,7 @@ def read_messages(value: Any, limits: LimitsConfig) -> Conversation:
         what = "is missing" if value is None else f"must be an array, not {kind_of(value)}"
         raise invalid(f"messages: {what}", "messages")
     if len(value) > limits.max_messages:
-        raise invalid(f"messages: more than {limits.max_messages}", "messages")
+        raise too_many("messages", len(value), limits.max_messages, "messages")
     images: list[ImageSource] = []
     known: set[str] = set()
     messages = [_message(item, f"messages[{i}]", images, known) for i, item in enumerate(value)]
@@ -84,10 +84,7 @@ def conversation(
     if not messages:
         raise invalid("messages: must not be empty", "messages")
     if len(images) > limits.max_images:
-        raise invalid(
-            f"{len(images)} images, at most {limits.max_images} are allowed",
-            images[limits.max_images].param,
-        )
+        raise too_many(images[limits.max_images].param, len(images), limits.max_images, "images")
     if not any(_says_something(message) for message in messages if message.role == "user"):
         raise invalid("messages: no user message holds text or an image", "messages")
     return Conversation(tuple(messages), tuple(images))

@@ -15,7 +15,7 @@ from epd.jobs import Stage
 from gateway.jobs import AttemptJobs
 from gateway.progress import Progress, Stages, broken
 from gateway.streams import StageFault, StageStream
-from gateway.workers import Worker
+from gateway.worker import Worker
 from protos.epd.v1 import prefill_pb2
 
 _TRIES = 3

@@ -48,7 +48,8 @@ class Receipt(grpc.aio.ServerInterceptor):
         self._access = access
         self._within_s = config.gateway.body_s
         limits = config.limits
-        self._slots = max(1, (limits.max_inflight_mib << 20) // limits.max_body_bytes)
+        self._most = max(1, (limits.max_inflight_mib << 20) // limits.max_body_bytes)
+        self._slots = self._most
 
     async def intercept_service(
         self,
@@ -128,7 +129,7 @@ class Receipt(grpc.aio.ServerInterceptor):
     @contextmanager
     def _slot(self) -> Iterator[None]:
         if not self._slots:
-            reason = "too many large messages are on their way"
+            reason = f"{self._most} large messages are on their way, the most at once"
             raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
         self._slots -= 1
         try:

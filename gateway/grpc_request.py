@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import orjson
 
 from epd.config import LimitsConfig
-from epd.errors import EpdError, invalid
+from epd.errors import EpdError, invalid, too_many
 from epd.jobs import SamplingParams
 from epd.text.messages import ChatMessage, ImagePart, TextPart, ToolCall
 from gateway.completions import DEFAULT_MAX_TOKENS, read_prompt
@@ -171,7 +171,7 @@ def _tool(tool: pb.Tool, param: str) -> dict[str, Any]:
 def read_conversation(messages: Sequence[pb.Message], limits: LimitsConfig) -> Conversation:
     """Raises EpdError naming the message and the part at fault."""
     if len(messages) > limits.max_messages:
-        raise invalid(f"messages: more than {limits.max_messages}", "messages")
+        raise too_many("messages", len(messages), limits.max_messages, "messages")
     images: list[ImageSource] = []
     calls: set[str] = set()
     found = [_message(item, f"messages[{i}]", images, calls) for i, item in enumerate(messages)]

@@ -71,7 +71,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         if len(self.connections) > self.bounds.connections:
             kind = ErrorKind.OVERLOADED
-            reason = f"{self.bounds.connections} connections are open already"
+            reason = f"{self.bounds.connections} connections are open, the most at once"
             self._refuse(503, EpdError(kind, reason, retry_after_s=_RETRY_S))
 
     def data_received(self, data: bytes) -> None:

@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from epd.config import GatewayConfig
-from epd.errors import EpdError, ErrorKind
+from epd.errors import invalid
 from gateway import tls
 from gateway.http_protocol import BoundedProtocol, Bounds, bounded
 
@@ -98,9 +98,6 @@ def _listen(host: str, port: int) -> socket.socket:
         found.listen(1024)
     except OSError as error:
         found.close()
-        raise EpdError(
-            ErrorKind.INVALID_REQUEST,
-            f"can't listen on {host}:{port}: {error.strerror}",
-            param="gateway.http_port",
-        ) from error
+        key = "gateway.http_port"
+        raise invalid(f"{key}: can't listen on {host}:{port}: {error.strerror}", key) from error
     return found

@@ -103,7 +103,9 @@ class PictureReader:
         fetches.nbytes += len(data)
         most = self._config.limits.max_body_bytes
         if fetches.nbytes > most:  # by a small request; sent along, they would be refused too
-            reason = f"the request's images have more than {most} bytes together"
+            reason = (
+                f"the request's images have {fetches.nbytes} bytes together; {most} are allowed"
+            )
             raise EpdError(ErrorKind.IMAGE_TOO_LARGE, reason, param=param)
         fetches.hold.take(len(data))
         return data
@@ -131,11 +133,8 @@ class PictureReader:
         data = file_bytes(source, self._config.limits)
         most = self._config.rpc.encode_bytes - _JOB_OVERHEAD
         if len(data) > most:
-            raise EpdError(
-                ErrorKind.IMAGE_TOO_LARGE,
-                f"the image has more than {most} bytes",
-                param=source.param,
-            )
+            reason = f"the image has {len(data)} bytes; {most} are allowed"
+            raise EpdError(ErrorKind.IMAGE_TOO_LARGE, reason, param=source.param)
         return data
 
     def _named(

@@ -143,6 +143,7 @@ class Gateway:
         Raises:
             EpdError: the checkpoint can't be used.
         """
+        tls.http_options(config.gateway)  # what is wrong with the files, before all else
         workers = config.gateway.preprocess_workers
         if not workers:
             return cls.of(config, await asyncio.to_thread(load, config.model))
@@ -167,12 +168,16 @@ class Gateway:
         credentials = inner_tls.server_credentials(
             self._config.rpc, inner, "gateway.membership_host"
         )
-        membership = await self._membership.start(inner, config.membership_port, credentials)
+        membership = await self._membership.start(
+            inner, config.membership_port, credentials, "gateway.membership_port"
+        )
         self._http = HttpServer(self.app, config)
         public = await self._public.start(
-            config.host, config.grpc_port, tls.grpc_credentials(config)
+            config.host, config.grpc_port, tls.grpc_credentials(config), "gateway.grpc_port"
         )
-        observed = await self._observation.start(config.metrics_host, config.metrics_port)
+        observed = await self._observation.start(
+            config.metrics_host, config.metrics_port, "gateway.metrics_port"
+        )
         await self._membership.set_serving(True)
         await self._public.set_serving(True)
         await self._http.start()

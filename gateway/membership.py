@@ -10,9 +10,10 @@ from typing import Any
 import grpc
 
 from epd.config import GatewayConfig
-from epd.errors import EpdError, invalid
+from epd.errors import EpdError, too_many
 from epd.jobs import Stage
-from gateway.workers import Capacity, Card, Registry, Worker, card_identity
+from gateway.worker import Capacity, Card, Worker, card_identity
+from gateway.workers import Registry
 from protos.epd.v1 import membership_pb2 as pb
 from protos.epd.v1 import membership_pb2_grpc as pb_grpc
 
@@ -127,12 +128,12 @@ def card_from_hello(hello: pb.Hello) -> Card:
 def _check_hello(hello: pb.Hello) -> None:
     names = ("address", "fingerprint", "kv_layout", "dtype", "numerics_id", "version")
     for name in names:
-        if len(getattr(hello, name)) > _MOST_CHARACTERS:
-            raise invalid(f"{name}: longer than {_MOST_CHARACTERS} characters", name)
+        if (length := len(getattr(hello, name))) > _MOST_CHARACTERS:
+            raise too_many(name, length, _MOST_CHARACTERS, "characters")
     if len(hello.kv_block_shape) > _MOST_DIMENSIONS:
-        raise invalid(f"kv_block_shape: more than {_MOST_DIMENSIONS}", "kv_block_shape")
+        raise too_many("kv_block_shape", len(hello.kv_block_shape), _MOST_DIMENSIONS, "dimensions")
     if len(hello.stages) > _MOST_STAGES:
-        raise invalid(f"stages: more than {_MOST_STAGES}", "stages")
+        raise too_many("stages", len(hello.stages), _MOST_STAGES, "stages")
 
 
 async def sweep_forever(registry: Registry) -> None:

@@ -34,10 +34,10 @@ def file_bytes(source: ImageSource, limits: LimitsConfig) -> bytes:
         # Base64 takes 4/3, percent-encoding up to 3 characters a byte; a little is
         # left for the media type. Checked before anything is copied.
         if len(value) > 3 * limits.max_image_bytes + 1024:
-            raise _too_large(source, limits)
+            raise _too_large(source, f"{len(value)} characters", limits)
         data = _decode(value, source)
     if len(data) > limits.max_image_bytes:
-        raise _too_large(source, limits)
+        raise _too_large(source, f"{len(data)} bytes", limits)
     if not data:
         raise _bad("the image is empty", source.param)
     return data
@@ -94,9 +94,6 @@ def _bad(message: str, param: str) -> EpdError:
     return EpdError(ErrorKind.INVALID_IMAGE, message, param=param)
 
 
-def _too_large(source: ImageSource, limits: LimitsConfig) -> EpdError:
-    return EpdError(
-        ErrorKind.IMAGE_TOO_LARGE,
-        f"the image has more than {limits.max_image_bytes} bytes",
-        param=source.param,
-    )
+def _too_large(source: ImageSource, size: str, limits: LimitsConfig) -> EpdError:
+    reason = f"the image has {size}; {limits.max_image_bytes} bytes are allowed"
+    return EpdError(ErrorKind.IMAGE_TOO_LARGE, reason, param=source.param)

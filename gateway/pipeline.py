@@ -34,6 +34,8 @@ from typing import Any
 
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
+from epd.rpc.status import internal
+from gateway import disclosure
 from gateway.attempt import Attempt, first_of
 from gateway.progress import Progress, Stages
 from gateway.request import Event, PlannedRequest, finished_by
@@ -156,15 +158,17 @@ class Run:
         except TimeoutError:
             error = EpdError(ErrorKind.DEADLINE_EXCEEDED, "the request's deadline has passed")
         except StageFault as fault:
-            error = fault.error
+            error = disclosure.told(fault, self._request)
+            level = logging.INFO if error.mapping.users_fault else logging.WARNING
+            _log.log(level, "failed: %s", fault, extra={"request": self._request.request_id})
         except EpdError as typed:
             error = typed
+            if typed.kind is ErrorKind.INTERNAL:
+                _log.error("failed: %s", typed, extra={"request": self._request.request_id})
+                error = internal(self._request.request_id)
         except Exception:
             _log.exception("request %s failed", self._request.request_id)
-            error = EpdError(
-                ErrorKind.INTERNAL,
-                f"internal error; see the log of request {self._request.request_id}",
-            )
+            error = internal(self._request.request_id)
         await self._events.put(error)
 
     async def _follow(self, group: list[Progress], failures: int) -> None:

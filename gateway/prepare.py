@@ -55,7 +55,8 @@ class Preparer:
             EpdError: the user's fault, naming the field.
         """
         arrival_ms = int(time.time() * 1000)
-        await self._check_grammar(call.generation.constraint)
+        constraint = call.generation.constraint
+        await self._check_grammar(constraint)
         sources = call.conversation.images
         pictures = await self._reader.read(sources, hold, call.salt)
         sizes = [picture.size for picture in pictures]
@@ -72,6 +73,8 @@ class Preparer:
             ),
             images=tuple(picture.data for picture in pictures),
             image_params=tuple(source.param for source in sources),
+            prompt_param=field,
+            grammar_param=constraint.param if constraint else None,
             sampling=sampling,
             choices=call.generation.choices,
             salt=call.salt,

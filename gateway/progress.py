@@ -14,7 +14,8 @@ from gateway.prefixes import beginnings
 from gateway.request import Accepted, Ended, NewTokens, PlannedRequest
 from gateway.streams import Connections, StageFault, StageStream
 from gateway.timeline import Timeline
-from gateway.workers import Registry, Worker
+from gateway.worker import Worker
+from gateway.workers import Registry
 
 _DEADLINE_SLACK_S = 1.0
 """The gateway's own clock ends a request; gRPC's deadline comes this much later, so

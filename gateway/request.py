@@ -21,6 +21,9 @@ class PlannedRequest:
     """Outputs of this prompt; `sampling` is that of choice 0."""
     image_params: tuple[str, ...] = ()
     """Where the client wrote each image, for errors that only decoding finds."""
+    prompt_param: str = "messages"
+    grammar_param: str | None = None
+    """The field that asked for `sampling.grammar`."""
     salt: bytes = b""
     arrival_ms: int = 0
     """Unix time of the request's receipt. Decode preempts the youngest."""

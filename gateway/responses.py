@@ -55,22 +55,23 @@ async def _read_body(request: Request, limit: int, hold: Hold) -> bytes:
     declared = request.headers.get("content-length", "")
     expected = int(declared) if declared.isdecimal() else 0
     if expected > limit:
-        raise _too_large(limit)
+        raise _too_large(f"{expected} bytes", limit)
     hold.take(expected)
     chunks: list[bytes] = []
     size = 0
     async for chunk in _body_chunks(request):
         size += len(chunk)
         if size > limit:
-            raise _too_large(limit)
+            raise _too_large(f"at least {size} bytes", limit)
         if size > expected:
             hold.take(len(chunk))
         chunks.append(chunk)
     return b"".join(chunks)
 
 
-def _too_large(limit: int) -> EpdError:
-    return EpdError(ErrorKind.REQUEST_TOO_LARGE, f"the body has more than {limit} bytes")
+def _too_large(size: str, limit: int) -> EpdError:
+    reason = f"the body has {size}; {limit} are allowed"
+    return EpdError(ErrorKind.REQUEST_TOO_LARGE, reason)
 
 
 async def _body_chunks(request: Request) -> AsyncIterator[bytes]:

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from epd.config import LimitsConfig
-from epd.errors import invalid
+from epd.errors import invalid, too_many
 from epd.jobs import SamplingParams
 from gateway.constraints import Constraint, read_constraint
 from gateway.content import Conversation, read_messages
@@ -161,7 +161,7 @@ def read_generation(fields: Fields, limits: LimitsConfig, vocab_size: int) -> Ge
     max_tokens = _max_tokens(fields)
     min_tokens = fields.integer("min_tokens", 0, _MANY_TOKENS) or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        raise fields.wrong("min_tokens", f"{min_tokens} is more than max_tokens")
+        raise fields.wrong("min_tokens", f"{min_tokens} is more than max_tokens, {max_tokens}")
     temperature = fields.number("temperature", 0.0, 2.0, default=1.0)
     top_p = fields.number("top_p", 0.0, 1.0, default=1.0)
     if top_p == 0:
@@ -226,7 +226,7 @@ def _logit_bias(fields: Fields, vocab_size: int) -> Mapping[int, float]:
         if not _TOKEN_ID.fullmatch(key):  # "05" beside "5" would be two wishes for one id
             raise fields.wrong(name, "is no token id")
         if len(key) > 10 or int(key) >= vocab_size:
-            raise fields.wrong(name, f"the vocabulary has {vocab_size} ids")
+            raise fields.wrong(name, f"must be an id from 0 to {vocab_size - 1}")
         bias[int(key)] = fields.check_number(name, number, -100.0, 100.0)
     return bias
 
@@ -248,10 +248,11 @@ def _stop(fields: Fields, limits: LimitsConfig) -> tuple[str, ...]:
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise fields.wrong("stop", "must be a string or an array of strings")
     if len(stops) > limits.max_stop_strings:
-        raise fields.wrong("stop", f"at most {limits.max_stop_strings} strings are allowed")
+        raise too_many(fields.param("stop"), len(stops), limits.max_stop_strings, "strings")
     for stop in stops:
         if not 1 <= len(stop) <= limits.max_stop_length:
-            raise fields.wrong("stop", f"strings have 1 to {limits.max_stop_length} characters")
+            reason = f"strings have 1 to {limits.max_stop_length} characters, not {len(stop)}"
+            raise fields.wrong("stop", reason)
     return tuple(dict.fromkeys(stops))
 
 

@@ -22,7 +22,7 @@ from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from epd.rpc.channels import Dialer
 from epd.rpc.status import from_rpc_error
-from gateway.workers import Worker
+from gateway.worker import Worker
 from protos.epd.v1 import decode_pb2_grpc, encode_pb2_grpc, prefill_pb2_grpc
 
 _INBOX = 64

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from epd.config import LimitsConfig
-from epd.errors import invalid
+from epd.errors import invalid, too_many
 from epd.jobs import Grammar, GrammarKind
 from epd.text.messages import Tool
 from gateway.constraints import Constraint, check_size, quoted
@@ -40,7 +40,7 @@ def read_tools(fields: Fields, limits: LimitsConfig) -> ToolUse | None:
     choice = fields.take("tool_choice")
     parallel = fields.boolean("parallel_tool_calls", default=True)
     if len(value) > limits.max_tools:
-        raise fields.wrong("tools", f"at most {limits.max_tools} are allowed")
+        raise too_many(fields.param("tools"), len(value), limits.max_tools, "tools")
     tools = [_tool(item, fields.param(f"tools[{i}]")) for i, item in enumerate(value)]
     names = [tool.name for tool in tools]
     for at, name in enumerate(names):

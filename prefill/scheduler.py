@@ -133,12 +133,9 @@ class Scheduler:
         Raises:
             EpdError: OVERLOADED when the queue is full.
         """
-        if len(self._waiting) >= self._max_queue:
-            raise EpdError(
-                ErrorKind.OVERLOADED,
-                f"{len(self._waiting)} requests are waiting already",
-                retry_after_s=1.0,
-            )
+        if (waiting := len(self._waiting)) >= self._max_queue:
+            reason = f"{waiting} requests wait, {self._max_queue} may (prefill.max_queue)"
+            raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
         places = (tuple(items), tuple(atomic))
         self._waiting[key] = _Request(key, total, *places, self._overlap, client)
         self._queue.add(key, client)

@@ -342,6 +342,7 @@ class PrefillWorker:
             "running": self._scheduler.running,
             "tickets": len(self._tickets),
             **self._kv.state(),
+            "weights_bytes": self._lm.weights_bytes,
             **self._landing.state(),
             "steps": self.steps.steps,
             "step_budget": self._budget.tokens,

@@ -25,7 +25,7 @@ from epd.config import RpcConfig
 from epd.errors import EpdError
 from epd.jobs import Stage
 from gateway.streams import Connections, StageFault
-from gateway.workers import Card, Worker
+from gateway.worker import Card, Worker
 from protos.epd.v1 import gateway_pb2 as pb
 from protos.epd.v1 import gateway_pb2_grpc
 

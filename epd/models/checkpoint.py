@@ -16,14 +16,7 @@ import torch
 from torch import nn
 
 from epd.errors import invalid
-from epd.models.spec import (
-    ModelSpec,
-    fingerprint,
-    model_config,
-    read_spec,
-    supported_class,
-    weight_files,
-)
+from epd.models.spec import ModelSpec, fingerprint, model_config, read_spec, supported_class
 
 __all__ = ["Absent", "ModelSpec", "Part", "fingerprint", "load_part", "read_spec"]
 
@@ -57,7 +50,6 @@ def load_part(
     config = model_config(spec.path)
     cls = _part_class(supported_class(config, spec.path), part)
     options: dict[str, Any] = {} if attn is None else {"attn_implementation": attn}
-    weight_files(spec.path)
     try:
         model, info = cls.from_pretrained(
             spec.path,
@@ -79,6 +71,11 @@ def load_part(
         _drop_loose_parameters(model.base_model)
     model.eval().requires_grad_(False)
     return model  # type: ignore[no-any-return]
+
+
+def weights_bytes(model: nn.Module) -> int:
+    """Bytes of a model's weights, tied ones once."""
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import torch
 from epd.errors import EpdError, ErrorKind
 from epd.models import families, vision_attention
 from epd.models.backends import usable_device
-from epd.models.checkpoint import load_part
+from epd.models.checkpoint import load_part, weights_bytes
 from epd.models.kernels import build
 from epd.models.kernels.linear import LinearKernel, pack_linears
 from epd.models.processor import PreparedImage
@@ -31,6 +31,7 @@ class VisionEncoder:
 
     def __init__(self, model: Any, spec: ModelSpec, device: str, exact: bool) -> None:
         self.spec = spec
+        self.weights_bytes = weights_bytes(model)
         self.hidden = spec.hidden
         self.planes = spec.planes
         self._model = model

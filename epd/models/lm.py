@@ -27,7 +27,7 @@ from epd.kv.pool import KvPool
 from epd.models import attention
 from epd.models.attention import AttentionStep, Kernel, SequenceSlice, plan_step
 from epd.models.backends import device_attention, isa, kv_layout, usable_device
-from epd.models.checkpoint import load_part, read_spec
+from epd.models.checkpoint import load_part, read_spec, weights_bytes
 from epd.models.exact import ROW_TILE, make_row_invariant
 from epd.models.gpu.attention import DeviceAttention
 from epd.models.gpu.graphs import DecodeGraphs, buckets
@@ -86,6 +86,8 @@ class LanguageModel:
         on_device: bool = True,
     ) -> None:
         self.model = model.to(device)
+        self.weights_bytes = weights_bytes(model)
+        """As loaded, before kernels or int8 keep them in another form."""
         self.spec = spec
         self.device = device
         self.exact = exact

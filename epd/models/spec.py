@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,11 +12,9 @@ from blake3 import blake3
 
 from epd.errors import invalid
 from epd.models import families
+from epd.models.weights import stored_dtype, weight_files
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _DTYPES = ("float32", "bfloat16")
-_HEADER_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +49,8 @@ def read_spec(path: str | Path, dtype: str = "auto") -> ModelSpec:
     `dtype` "auto" is the dtype that the checkpoint was saved in.
 
     Raises:
-        EpdError: the folder or its config is missing or unreadable, the dtype is not
-            served, or the family can't work; the message says why.
+        EpdError: the folder, its config or its weights are missing or unreadable, the dtype
+            is not served, or the family can't work; the message says why.
     """
     config = model_config(path)
     supported_class(config, path)
@@ -117,7 +114,7 @@ def supported_class(config: Any, path: str | Path) -> Any:
 
 
 def _dtype(config: Any, path: str | Path, wanted: str) -> str:
-    saved = str(config.dtype or _stored_dtype(weight_files(path)[0])).removeprefix("torch.")
+    saved = str(config.dtype or stored_dtype(weight_files(path)[0])).removeprefix("torch.")
     chosen = saved if wanted == "auto" else wanted
     if chosen not in _DTYPES:
         raise invalid(
@@ -125,18 +122,6 @@ def _dtype(config: Any, path: str | Path, wanted: str) -> str:
             "model.dtype",
         )
     return chosen
-
-
-def _stored_dtype(file: Path) -> str:
-    """dtype of the first floating tensor in a safetensors file's header."""
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(min(length, file.stat().st_size)))
-        found = [_HEADER_DTYPES.get(t.get("dtype")) for t in header.values() if "dtype" in t]
-    except (OSError, ValueError, struct.error, AttributeError) as error:
-        raise invalid(f"{file}: a weights file is damaged", "model.path") from error
-    return next((name for name in found if name), "unknown")
 
 
 def _eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
@@ -153,28 +138,6 @@ def _eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
     if found is None:
         found = getattr(config.get_text_config(), "eos_token_id", None)
     return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
-
-
-def weight_files(path: str | Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in a fixed order.
-
-    Raises:
-        EpdError: there are none, or the index names one that is not there.
-    """
-    folder = Path(path)
-    index = folder / _INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise invalid(f"{index}: not a readable index of weights") from error
-        files = [folder / name for name in names]
-    else:
-        files = [folder / _SINGLE]
-    for file in files:
-        if not file.is_file():
-            raise invalid(f"{folder}: weights file {file.name} is missing (only safetensors)")
-    return files
 
 
 def fingerprint(path: str | Path, dtype: str) -> str:

@@ -14,7 +14,7 @@ import orjson
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from epd.errors import EpdError, ErrorKind
+from epd.errors import invalid
 from epd.obs import metrics
 
 State = Callable[[], Mapping[str, object]]
@@ -33,8 +33,8 @@ class ObservationServer:
         self._why_not = why_not
         self._server: asyncio.Server | None = None
 
-    async def start(self, host: str, port: int) -> str:
-        """Listen; returns "host:port" with the real port.
+    async def start(self, host: str, port: int, key: str = "worker.metrics_port") -> str:
+        """Listen; returns "host:port" with the real port. `key` of the configuration has it.
 
         Raises:
             EpdError: the address is in use or not ours.
@@ -42,11 +42,7 @@ class ObservationServer:
         try:
             self._server = await asyncio.start_server(self._serve, host, port, limit=_MAX_LINE)
         except OSError as error:
-            raise EpdError(
-                ErrorKind.INVALID_REQUEST,
-                f"can't listen on {host}:{port}: {error.strerror}",
-                param="worker.metrics_port",
-            ) from error
+            raise invalid(f"{key}: can't listen on {host}:{port}: {error.strerror}", key) from error
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:

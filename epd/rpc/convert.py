@@ -7,7 +7,7 @@ the field as it is called in the proto.
 
 from __future__ import annotations
 
-from epd.errors import invalid
+from epd.errors import invalid, too_many
 from epd.jobs import (
     FinishReason,
     Grammar,
@@ -76,7 +76,7 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     """Raises EpdError: more end ids than any model has. All else is the sampler's to
     check (`epd.sampling`)."""
     if len(message.eos_token_ids) > _MAX_ENDING_IDS:
-        raise invalid(f"at most {_MAX_ENDING_IDS}", "eos_token_ids")
+        raise too_many("eos_token_ids", len(message.eos_token_ids), _MAX_ENDING_IDS, "ids")
     return SamplingParams(
         temperature=message.temperature,
         top_k=message.top_k,
@@ -120,7 +120,7 @@ def item_from_proto(message: pb.ImageItem, param: str) -> ImageItem:
         if getattr(message, name) < 1:
             raise invalid("must be at least 1", f"{param}.{name}")
     if len(message.grid) > _MAX_DIMS:
-        raise invalid("too many dimensions", f"{param}.grid")
+        raise too_many(f"{param}.grid", len(message.grid), _MAX_DIMS, "dimensions")
     if message.index >= message.images_in_request:
         raise invalid("is not below images_in_request", f"{param}.index")
     return ImageItem(
@@ -163,14 +163,14 @@ def handle_from_proto(message: pb.Handle, param: str) -> Handle:
     if not 0 < len(message.owner.session) <= _MAX_NAME:
         raise invalid(f"must have 1 to {_MAX_NAME} characters", f"{param}.owner.session")
     for name in ("fingerprint", "dtype", "layout"):
-        if len(getattr(contract, name)) > _MAX_NAME:
-            raise invalid(f"longer than {_MAX_NAME} characters", f"{param}.contract.{name}")
+        if (length := len(getattr(contract, name))) > _MAX_NAME:
+            raise too_many(f"{param}.contract.{name}", length, _MAX_NAME, "characters")
     if not 1 <= len(message.spans) <= _MAX_SPANS:
         raise invalid(
             f"has {len(message.spans)} spans, must be 1 to {_MAX_SPANS}", f"{param}.spans"
         )
     if len(contract.shape) > _MAX_DIMS:
-        raise invalid("too many dimensions", f"{param}.contract.shape")
+        raise too_many(f"{param}.contract.shape", len(contract.shape), _MAX_DIMS, "dimensions")
     owner = message.owner
     return Handle(
         owner=Peer(
@@ -201,7 +201,7 @@ def token_to_proto(token: SampledToken) -> pb.Token:
 def token_from_proto(message: pb.Token) -> SampledToken:
     """Raises EpdError: more alternatives than anybody may ask for."""
     if len(message.top) > _MAX_TOP:
-        raise invalid(f"at most {_MAX_TOP}", "token.top")
+        raise too_many("token.top", len(message.top), _MAX_TOP, "alternatives")
     return SampledToken(
         id=message.id,
         logprob=message.logprob if message.HasField("logprob") else None,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from epd.errors import EpdError, ErrorKind, invalid
+from epd.errors import EpdError, ErrorKind, invalid, too_many
 from epd.jobs import DecodeJob, EncodeJob, ImageItem, PrefillJob
 from epd.rpc.convert import (
     item_from_proto,
@@ -81,7 +81,7 @@ def prefill_job_from_proto(message: prefill_pb2.PrefillJob, facts: ModelFacts) -
     _check_salt(message.salt)
     choices = message.choices or 1
     if choices > MAX_CHOICES:
-        raise invalid(f"at most {MAX_CHOICES}", "job.choices")
+        raise too_many("job.choices", choices, MAX_CHOICES, "choices")
     if choices > 1 and message.prompt_length != len(token_ids):
         raise invalid("several choices can't share generated ids", "job.choices")
     return PrefillJob(
@@ -184,14 +184,14 @@ def _check_tokens(token_ids: Sequence[int], prompt_length: int, facts: ModelFact
 
 def _check_salt(salt: bytes) -> None:
     if len(salt) > _MAX_SALT:
-        raise invalid(f"longer than {_MAX_SALT} bytes", "job.salt")
+        raise too_many("job.salt", len(salt), _MAX_SALT, "bytes")
 
 
 def _items(
     messages: Sequence[common_pb2.ImageItem], prompt_ids: Sequence[int], facts: ModelFacts
 ) -> tuple[ImageItem, ...]:
     if len(messages) > facts.max_images:
-        raise invalid(f"{len(messages)} images, at most {facts.max_images}", "job.items")
+        raise too_many("job.items", len(messages), facts.max_images, "images")
     items = tuple(item_from_proto(m, f"job.items[{i}]") for i, m in enumerate(messages))
     for place, item in enumerate(items):
         if item.index != place:

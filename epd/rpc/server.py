@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from epd.config import RpcConfig
-from epd.errors import EpdError, ErrorKind
+from epd.errors import EpdError, ErrorKind, invalid
 from epd.obs import metrics
 from epd.obs.logs import request_id
 from epd.rpc.channels import Options, server_options
@@ -64,9 +64,14 @@ class Server:
         return bool(self._serving)
 
     async def start(
-        self, host: str, port: int, credentials: grpc.ServerCredentials | None = None
+        self,
+        host: str,
+        port: int,
+        credentials: grpc.ServerCredentials | None = None,
+        key: str = "worker.port",
     ) -> str:
         """Bind and listen; returns "host:port" with the real port. TLS with `credentials`.
+        `key` of the configuration has the port.
 
         Raises:
             EpdError: the address is in use or not ours.
@@ -77,9 +82,7 @@ class Server:
             else:
                 bound = self.grpc.add_secure_port(f"{host}:{port}", credentials)
         except RuntimeError as error:
-            raise EpdError(
-                ErrorKind.INVALID_REQUEST, f"can't listen on {host}:{port}", param="worker.port"
-            ) from error
+            raise invalid(f"{key}: can't listen on {host}:{port}", key) from error
         await self.set_serving(False)
         await self.grpc.start()
         return f"{host}:{bound}"

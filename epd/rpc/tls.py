@@ -100,17 +100,37 @@ def wanted(config: RpcConfig) -> bool:
     return not missing
 
 
-def server_credentials(config: RpcConfig, host: str, param: str) -> grpc.ServerCredentials | None:
-    """For a port of the service's own at `host`; None: plain.
+def check(config: RpcConfig, host: str, param: str) -> bool:
+    """Whether a port of the service's own at `host` is encrypted.
 
     Raises:
         EpdError: the files can't be used, or a plain port would be open to the network
             (`param` names the key that says so).
     """
-    if not wanted(config):
-        _refuse_exposure(config, host, param)
-        return None
-    return rotating_credentials(Rotating(_paths(config), lambda: _read(config)))
+    if wanted(config):
+        _read(config)
+        return True
+    if not is_loopback(host) and not config.insecure:
+        raise invalid(
+            f"{param}: {host} is reachable from other machines, and without certificates "
+            "(rpc.tls_cert, rpc.tls_key, rpc.tls_ca) whoever reaches it is obeyed. Set them, "
+            "or rpc.insecure=true where the network is closed to all others",
+            param,
+        )
+    return False
+
+
+def server_credentials(config: RpcConfig, host: str, param: str) -> grpc.ServerCredentials | None:
+    """For a port of the service's own at `host`; None: plain.
+
+    Raises:
+        EpdError: see `check`.
+    """
+    if check(config, host, param):
+        return rotating_credentials(Rotating(_paths(config), lambda: _read(config)))
+    if not is_loopback(host):
+        logger.warning("%s: plain and open to whoever reaches %s (rpc.insecure)", param, host)
+    return None
 
 
 def rotating_credentials(pem: Rotating[Pem]) -> grpc.ServerCredentials:
@@ -153,19 +173,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _refuse_exposure(config: RpcConfig, host: str, param: str) -> None:
-    if is_loopback(host):
-        return
-    if not config.insecure:
-        raise invalid(
-            f"{param}: {host} is reachable from other machines, and without certificates "
-            "(rpc.tls_cert, rpc.tls_key, rpc.tls_ca) whoever reaches it is obeyed. Set them, "
-            "or rpc.insecure=true where the network is closed to all others",
-            param,
-        )
-    logger.warning("%s: plain and open to whoever reaches %s (rpc.insecure)", param, host)
 
 
 def _read(config: RpcConfig) -> Pem:

@@ -20,7 +20,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
-from epd.errors import EpdError, ErrorKind, invalid
+from epd.errors import EpdError, ErrorKind, invalid, too_many
 from epd.jobs import Grammar, GrammarKind
 
 MAX_GRAMMAR_BYTES: Final = 256 << 10
@@ -111,7 +111,8 @@ class Grammars:
         if grammar is None:
             return None
         if self._waiting >= _WAITING:
-            raise EpdError(ErrorKind.OVERLOADED, "too many grammars wait", retry_after_s=1.0)
+            reason = f"{self._waiting} grammars wait to be compiled, the most that may"
+            raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "grammar")
         self._waiting += 1
@@ -154,7 +155,7 @@ class Grammars:
 
 def _source(grammar: Grammar) -> str:
     if len(grammar.text) > MAX_GRAMMAR_BYTES:
-        raise invalid(f"grammar: more than {MAX_GRAMMAR_BYTES} characters", "grammar")
+        raise too_many("grammar", len(grammar.text), MAX_GRAMMAR_BYTES, "characters")
     try:
         if grammar.kind is GrammarKind.JSON_SCHEMA:
             options: Any = _JSON_FORMAT

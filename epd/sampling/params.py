@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from epd.errors import invalid
+from epd.errors import invalid, too_many
 from epd.jobs import FinishReason, SamplingParams
 
 MAX_LOGIT_BIASES: Final = 1024
@@ -41,7 +41,7 @@ def validate(params: SamplingParams, vocab_size: int, *, max_top_logprobs: int =
         raise invalid("top_logprobs needs logprobs", "top_logprobs")
     _check_bias(params, vocab_size)
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise invalid(f"at most {MAX_STOP_TOKEN_IDS} stop token ids", "stop_token_ids")
+        raise too_many("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
     for token in params.stop_token_ids:
         _check_id("stop_token_ids", token, vocab_size)
     if params.min_tokens and len(params.ending_ids) >= vocab_size:
@@ -77,7 +77,7 @@ def _check_count(name: str, value: int, low: int, high: int) -> None:
 
 def _check_bias(params: SamplingParams, vocab_size: int) -> None:
     if len(params.logit_bias) > MAX_LOGIT_BIASES:
-        raise invalid(f"at most {MAX_LOGIT_BIASES} biases", "logit_bias")
+        raise too_many("logit_bias", len(params.logit_bias), MAX_LOGIT_BIASES, "biases")
     for token, bias in params.logit_bias.items():
         _check_id("logit_bias", token, vocab_size)
         _check_range("logit_bias", bias, -100.0, 100.0, True)

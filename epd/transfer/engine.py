@@ -24,6 +24,7 @@ from typing import Any
 
 from epd.config import TransferConfig
 from epd.errors import EpdError, ErrorKind, invalid
+from epd.obs.native import native_stderr
 from epd.transfer import faults, metrics
 from epd.transfer.contract import Peer
 from epd.transfer.driver import Driver, ReadFailed
@@ -96,7 +97,11 @@ class Engine:
         wall = Wall.around(config.host, config.networks)
         before = listening_ports()
         self._native = self._load(config)()
-        if self._native.initialize(config.host, "P2PHANDSHAKE", config.protocol, ""):
+        # It says "Local segment descriptor not found" as an error, each time, and means nothing.
+        with native_stderr("Mooncake") as said:
+            failed = self._native.initialize(config.host, "P2PHANDSHAKE", config.protocol, "")
+        if failed:
+            log.warning("Mooncake said: %s", "; ".join(said))
             low, high = ports(config)
             what = f"the transfer engine can't start on {config.host} with ports {low}-{high}"
             raise invalid(f"{what}: are two of them free?", "transfer")

@@ -33,9 +33,9 @@ class OwnPages:
             EpdError: OVERLOADED, every slot belongs to a connection being opened.
         """
         if not self._free:
-            raise EpdError(
-                ErrorKind.OVERLOADED, "too many peers are being connected to", retry_after_s=1.0
-            )
+            most = mmap.PAGESIZE // _SLOT
+            reason = f"{most} peers are being connected to, the most at once"
+            raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
         return self._free.pop()
 
     def give_slot(self, slot: int) -> None:

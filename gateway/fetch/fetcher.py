@@ -87,7 +87,8 @@ class Fetcher:
                 refuse(f"the image did not arrive within {total_s:g} s", param)
         raise EpdError(
             ErrorKind.OVERLOADED,
-            "too many images are being fetched; try again",
+            f"too many images are being fetched ({self._config.concurrency} at once are, "
+            f"{self._config.per_host} of one host); try again",
             param=param,
             retry_after_s=1.0,
         )
@@ -220,6 +221,5 @@ def _cause(error: Exception) -> str:
 
 
 def _too_large(max_bytes: int, param: str) -> EpdError:
-    return EpdError(
-        ErrorKind.IMAGE_TOO_LARGE, f"the image has more than {max_bytes} bytes", param=param
-    )
+    reason = f"the image has more than {max_bytes} bytes, the most that is fetched"
+    return EpdError(ErrorKind.IMAGE_TOO_LARGE, reason, param=param)

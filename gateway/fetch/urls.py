@@ -57,7 +57,7 @@ def parse(text: str, param: str) -> Target:
         EpdError: INVALID_IMAGE_URL saying which part is refused.
     """
     if len(text) > _MOST_CHARACTERS:
-        refuse(f"the URL has more than {_MOST_CHARACTERS} characters", param)
+        refuse(f"the URL has {len(text)} characters; {_MOST_CHARACTERS} are allowed", param)
     if any(ord(c) <= 0x20 or 0x7F <= ord(c) <= 0x9F or c.isspace() for c in text):
         refuse("the URL holds white space or control characters; percent-encode them", param)
     if "\\" in text:

@@ -15,7 +15,7 @@ from epd.errors import EpdError
 from epd.jobs import Stage
 from epd.rpc import convert
 from gateway.streams import Connections, StageFault
-from gateway.workers import Card, Worker
+from gateway.worker import Card, Worker
 from protos.epd.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.e2e.fake_stages import Call, hang
 from tests.e2e.gateway_house import House

@@ -37,7 +37,7 @@ def released_cleanly(house: House) -> bool:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_hnd_01_a_handoff_without_its_position_delta_is_no_answer(
-    house: House, stream: bool
+    house: House, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
     """0 is a delta like any other, so its absence must be told apart from it."""
 
@@ -48,7 +48,8 @@ async def test_hnd_01_a_handoff_without_its_position_delta_is_no_answer(
     house.script.hooks["prefill.job"] = without
     reply = await house.chat(stream=stream)
     assert reply.status == 500
-    assert "position_delta" in reply.json()["error"]["message"]
+    assert "position_delta" in caplog.text
+    assert "position_delta" not in reply.json()["error"]["message"]
     assert house.script.jobs_of(Stage.DECODE) == []
 
 

@@ -149,7 +149,7 @@ def test_prm_03_ordinary_words_are_no_images(cluster: Cluster) -> None:
 
 def test_prm_03_all_stages_serve_one_vocabulary(cluster: Cluster) -> None:
     """The id is in config.json, whose digest is in the fingerprint that they agree on."""
-    workers = request(cluster.address, "/ready").json["workers"]
+    workers = request(cluster.address, "/debug/state").json["workers"]
     model = request(cluster.address, "/v1/models").json["data"][0]
     assert model["fingerprint"] == read_spec(str(DEMO_CHECKPOINT)).fingerprint
     assert len(workers) >= 3

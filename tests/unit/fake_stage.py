@@ -45,6 +45,7 @@ class FakeLm:
 
     numerics_id = "fake"
     device = "cpu"
+    weights_bytes = 0
 
     def __init__(self) -> None:
         self.spec = ModelSpec(

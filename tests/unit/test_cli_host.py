@@ -24,6 +24,8 @@ def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """`serve_stage` sets handlers and variables of its own process, which is ours here."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    # There is no checkpoint to look at; what it finds: test_preflight.py.
+    monkeypatch.setattr(host, "_check", lambda role, config: None)
 
 
 def stage(monkeypatch: pytest.MonkeyPatch, outcome: BaseException | None) -> None:
@@ -117,6 +119,7 @@ async def serve(config):
     print("drained", flush=True)
 
 host._serve_of = lambda role: serve
+host._check = lambda role, config: None
 sys.exit(host.run_stage("encode", Config()))
 """
 

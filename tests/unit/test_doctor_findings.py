@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from epd.doctor import Finding, Level
 from epd.errors import EpdError, invalid
 from epd.wheel import require_mooncake, torch_cuda_major, wheel_problem
 
+DEMO = Path(__file__).parents[2] / "demo" / "checkpoint"
 CPU, CUDA, CUDA13 = (
     "mooncake-transfer-engine-non-cuda",
     "mooncake-transfer-engine",
@@ -106,6 +109,33 @@ def test_a_checkpoint_that_is_not_one(tmp_path: Path) -> None:
     finding = doctor._checkpoint(load_config(None, {"model.path": str(tmp_path)}, {}))
     assert finding.level is Level.MISSING
     assert str(tmp_path) in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"), [(0, "this weights file is empty"), (2_000_000, "is cut off")]
+)
+def test_a_weights_file_that_is_not_whole(tmp_path: Path, size: int, reason: str) -> None:
+    folder = Path(shutil.copytree(DEMO, tmp_path / "copy"))
+    os.truncate(folder / "model.safetensors", size)
+    finding = doctor._checkpoint(load_config(None, {"model.path": str(folder)}, {}))
+    assert finding.level is Level.MISSING
+    assert reason in finding.detail
+    assert finding.detail.startswith(f"{folder / 'model.safetensors'}: ")
+
+
+@pytest.mark.parametrize("name", ["nope", "empty"])
+def test_a_path_is_said_once(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    finding = doctor._checkpoint(load_config(None, {"model.path": str(tmp_path / name)}, {}))
+    assert finding.level is Level.MISSING
+    assert finding.detail.count(str(tmp_path / name)) == 1
+
+
+def test_stages_that_can_not_serve_are_a_finding() -> None:
+    config = load_config(None, {"serve.stages": ["encode"]}, {})
+    last = list(doctor.examine(lambda: config))[-1]
+    assert (last.subject, last.level) == ("configuration", Level.MISSING)
+    assert "no process hosts prefill" in last.detail
 
 
 def test_brackets_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

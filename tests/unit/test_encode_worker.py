@@ -61,6 +61,8 @@ class Pictures:
 
 
 class Tower:
+    weights_bytes = 0
+
     def __init__(self) -> None:
         self.spec = FakeLm().spec
         self.encoded: Counter[int] = Counter()

@@ -16,7 +16,8 @@ from epd.errors import EpdError
 from epd.jobs import Stage
 from gateway import router
 from gateway.router import Kept, for_image
-from gateway.workers import Card, Registry
+from gateway.worker import Card
+from gateway.workers import Registry
 
 ROWS = 100
 

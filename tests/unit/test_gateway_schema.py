@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -77,6 +78,42 @@ def test_all_null_at_once() -> None:
 def test_a_served_field_changes_the_call(name: str) -> None:
     if name != "top_logprobs":
         assert parse(**{name: OPTIONAL[name]}) != parse()
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+HI = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "value", "limit"),
+    [
+        ({"messages": [HI] * 6}, 6, 5),
+        ({"messages": [{"role": "user", "content": [IMAGE] * 4}]}, 4, 3),
+        ({"stop": list("abcde")}, 5, 4),
+        ({"stop": "x" * 9}, 9, 8),
+        ({"n": 17}, 17, LIMITS.max_choices),
+        ({"logprobs": True, "top_logprobs": 21}, 21, LIMITS.max_top_logprobs),
+        ({"min_tokens": 9, "max_tokens": 8}, 9, 8),
+        ({"temperature": 2.5}, 2.5, 2),
+        ({"logit_bias": {"1": 101}}, 101, 100),
+        ({"logit_bias": {"1000": 1}}, 1000, VOCAB - 1),
+        ({"stop_token_ids": [3, 1000]}, 1, VOCAB - 1),
+        ({"tools": [tool(f"t{i}") for i in range(129)]}, 129, LIMITS.max_tools),
+        ({"guided_choice": ["a"] * 1025}, 1025, LIMITS.max_guided_choices),
+        ({"guided_regex": "a" * 65537}, 65537, LIMITS.max_grammar_bytes),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_refusal_names_the_field_the_value_and_the_limit(
+    fields: dict[str, Any], value: float, limit: float
+) -> None:
+    error = refused(**fields)
+    assert error.param is not None
+    assert error.param.split(".")[0].split("[")[0] in fields
+    assert {str(value), str(limit)} <= set(re.findall(r"\d+(?:\.\d+)?", error.message))
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)

@@ -12,7 +12,8 @@ from epd import __version__
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from gateway import router
-from gateway.workers import Capacity, Card, Registry, release
+from gateway.worker import Capacity, Card, release
+from gateway.workers import Registry
 
 
 @dataclass

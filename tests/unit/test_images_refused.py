@@ -114,6 +114,17 @@ def test_too_many_bytes() -> None:
     decode(data, LimitsConfig(max_image_bytes=len(data)), PARAM)
 
 
+@pytest.mark.parametrize("side", [5_000, 20_000, 65_000])
+def test_however_many_pixels_there_are_the_refusal_says_how_many_may_be(side: int) -> None:
+    """Beyond its own limit Pillow would raise before it says how many there are."""
+    header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b""))
+    error = refusal(data)
+    assert error.kind is ErrorKind.IMAGE_TOO_LARGE
+    assert f"{side} x {side} = {side * side} pixels" in error.message
+    assert f"{LIMITS.max_image_pixels} are allowed" in error.message
+
+
 def test_too_many_pixels_is_exact() -> None:
     data = encoded(noise(60, 50))
     error = refusal(data, LimitsConfig(max_image_pixels=2999))

@@ -93,7 +93,7 @@ def test_sharded_checkpoint(copy: Copy) -> None:
     for name, value in model.named_parameters():
         assert torch.equal(value, weights[name])
     (folder / "model-2.safetensors").unlink()
-    with pytest.raises(EpdError, match=r"model-2\.safetensors is missing"):
+    with pytest.raises(EpdError, match=r"model-2\.safetensors: this weights file is missing"):
         load_part(folder, "lm")
 
 
@@ -132,12 +132,12 @@ def _reshape_a_weight(folder: Path) -> None:
     ("breaking", "reason"),
     [
         (lambda f: _remove(f, "config.json"), "no config.json"),
-        (lambda f: _remove(f, "model.safetensors"), "model.safetensors is missing"),
+        (lambda f: _remove(f, "model.safetensors"), "model.safetensors: this weights file is"),
         (lambda f: (f / "config.json").write_text("{"), "config.json can't be used"),
         (lambda f: (f / "config.json").write_text("[]"), "config.json can't be used"),
         (lambda f: (f / "config.json").write_text("{}"), "config.json can't be used"),
-        (_truncate, "damaged"),
-        (_garbage, "damaged"),
+        (_truncate, "model.safetensors: this weights file is cut off"),
+        (_garbage, "model.safetensors: not a safetensors file"),
         (_lose_a_weight, "missing keys: model.language_model.layers.1.mlp.up_proj.weight"),
         (_add_a_weight, "unexpected keys: model.language_model.extra"),
         (_reshape_a_weight, "mismatched keys: model.language_model.norm.weight"),

@@ -1,0 +1,129 @@
+"""What can't work is known before anything is loaded, and is named."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd import preflight
+from epd.config import Config, load_config
+from epd.errors import EpdError
+from epd.supervisor import fixed_ports, run
+
+DEMO = Path(__file__).parents[2] / "demo" / "checkpoint"
+PORTS = ("gateway.http_port", "gateway.grpc_port", "gateway.membership_port",
+         "gateway.metrics_port", "worker.port", "worker.metrics_port")  # fmt: skip
+
+
+def settings(**flags: Any) -> Config:
+    free = dict.fromkeys(PORTS, 0)
+    return load_config(None, free | {"model.path": str(DEMO)} | flags, {})
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def refusal(config: Config, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `epd serve` says instead of starting."""
+    assert run(config) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""  # no process was started
+    (line,) = captured.err.splitlines()
+    return line.removeprefix("epd serve: can't start: ")
+
+
+@pytest.mark.parametrize("key", PORTS)
+def test_a_taken_port(taken: int, capsys: pytest.CaptureFixture[str], key: str) -> None:
+    said = refusal(settings(**{key: taken}), capsys)
+    assert said.startswith(f"{key}: 127.0.0.1:{taken}: Address already in use")
+
+
+def test_two_keys_with_one_port(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    both = {"gateway.http_port": port, "gateway.metrics_port": port}
+    assert refusal(settings(**both), capsys).startswith(f"gateway.metrics_port: 127.0.0.1:{port}")
+
+
+def test_free_ports_are_free_again_afterwards() -> None:
+    config = settings()
+    for _ in range(2):
+        preflight.check(config, fixed_ports(config), gateway=True, worker=True)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_checkpoint_without_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    for name in {"model.safetensors", "config.json"} - {file}:
+        (tmp_path / name).write_bytes((DEMO / name).read_bytes())
+    said = refusal(settings(**{"model.path": str(tmp_path)}), capsys)
+    assert said.startswith(f"{tmp_path / file}: ")
+
+
+def test_a_checkpoint_that_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_bytes((DEMO / "config.json").read_bytes())
+    whole = (DEMO / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    said = refusal(settings(**{"model.path": str(tmp_path)}), capsys)
+    assert said.startswith(f"{tmp_path / 'model.safetensors'}: this weights file is cut off")
+
+
+@pytest.mark.parametrize("wheels", [{}, {"mooncake-transfer-engine": "1", "other": "1"}])
+def test_no_build_of_mooncake_or_two(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wheels: dict[str, str]
+) -> None:
+    monkeypatch.setattr("epd.wheel.installed_wheels", lambda: wheels)
+    assert "pip install 'epd[" in refusal(settings(), capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        ({"transfer.host": "192.0.2.1"}, "transfer.host"),
+        ({"worker.host": "0.0.0.0"}, "worker.host"),
+        ({"gateway.membership_host": "0.0.0.0"}, "gateway.membership_host"),
+        ({"rpc.tls_cert": "/no/cert.pem"}, "rpc.tls_key"),
+        (
+            {"rpc.tls_cert": "/no/c.pem", "rpc.tls_key": "/no/k.pem", "rpc.tls_ca": "/no/ca.pem"},
+            "rpc.tls_cert",
+        ),
+    ],
+)
+def test_addresses_and_certificates(
+    capsys: pytest.CaptureFixture[str], flags: dict[str, Any], key: str
+) -> None:
+    assert refusal(settings(**flags), capsys).startswith(f"{key}: ")
+
+
+@pytest.mark.parametrize("role", ["gateway", "encode", "decode"])
+def test_one_process_alone_looks_first_as_well(taken: int, role: str) -> None:
+    key = "gateway.grpc_port" if role == "gateway" else "worker.port"
+    ports = [part for name in PORTS for part in ("--set", f"{name}={taken * (name == key)}")]
+    command = [sys.executable, "-X", "importtime", "-m", "epd.cli", role, str(DEMO), *ports]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"epd {role}: {key}: 127.0.0.1:{taken}: Address already in use")
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not {"torch", "transformers", "mooncake.engine"} & imported
+
+
+def test_all_is_well_here() -> None:
+    config = settings()
+    try:
+        preflight.check(config, fixed_ports(config), gateway=True, worker=True)
+    except EpdError as error:
+        pytest.fail(error.message)
