@@ -12,6 +12,8 @@ TORCH  ?= torch==2.13.0
 # cpu, cuda or cuda13: the Mooncake wheel. Exactly one.
 EXTRA  ?= cpu
 PYTEST_ARGS ?=
+# Processes of the tests that don't start services; each runs whole files.
+JOBS   ?= $(shell nproc)
 CHAOS_ARGS  ?= --minutes 60
 SOAK_ARGS   ?= --requests 10000
 STORM_ARGS  ?=
@@ -45,13 +47,13 @@ demo: $(READY) ## start all services, ask about a picture, show the answer and w
 test: test-unit test-cases test-parity test-e2e test-chaos ## all tests: unit, real cases, parity, end to end, chaos
 
 test-unit: $(READY) ## fast tests, no processes
-	$(BIN)/python -m pytest -q -m "not long" tests/unit $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not long" tests/unit $(PYTEST_ARGS)
 
 test-cases: $(READY) ## faults met in public with systems of this kind (docs/cases.md)
-	$(BIN)/python -m pytest -q -m "not long" tests/cases $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not long" tests/cases $(PYTEST_ARGS)
 
 test-parity: $(READY) ## numbers against transformers
-	$(BIN)/python -m pytest -q -m "not long" tests/parity $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not long" tests/parity $(PYTEST_ARGS)
 
 test-e2e: $(READY) ## real processes over Mooncake
 	$(BIN)/python -m pytest -q -m "not long" tests/e2e $(PYTEST_ARGS)
@@ -59,7 +61,7 @@ test-e2e: $(READY) ## real processes over Mooncake
 test-chaos: $(READY) ## real processes, hurt on purpose
 	$(BIN)/python -m pytest -q -m "not long" tests/chaos $(PYTEST_ARGS)
 
-test-long: $(READY) ## what `make test` leaves out for time: more families, topologies and fault points; chaos for 3 minutes
+test-long: $(READY) ## what `make test` leaves out for time: more families, topologies and fault points
 	$(BIN)/python -m pytest -q -m long tests/parity tests/e2e tests/chaos $(PYTEST_ARGS)
 
 chaos: $(READY) ## an hour of checked traffic over a service that is hurt all the time (CHAOS_ARGS="--minutes 5")
