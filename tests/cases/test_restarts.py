@@ -89,7 +89,7 @@ def ask(cluster: Cluster, model: str, *parts: Any, **fields: Any) -> Reply:
 
 def started(cluster: Cluster, stage: str) -> None:
     """Wait until the stage has a stream."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not cluster.worker(stage).debug_state()["streams"]:
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -211,6 +211,7 @@ async def test_str_09_a_slow_stream_comes_whole(house: House) -> None:
     assert "".join(deltas(await house.stream())) == ALPHABET
 
 
+@pytest.mark.timeout(240)
 async def test_str_08_two_hundred_streams_end_whole(loaded: Loaded) -> None:
     """Scripted stages; 1,000 of them: make bench-gateway."""
     limits = {"max_inflight": 256}

@@ -169,7 +169,9 @@ class Fake:
     async def _stop(self) -> None:
         if self._member is not None:
             self._member.cancel()
-            with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+            # Invalid state: the gateway gave it up before.
+            lost = (asyncio.CancelledError, grpc.aio.AioRpcError, asyncio.InvalidStateError)
+            with contextlib.suppress(*lost):
                 await self._member
         await self._server.stop(None)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import pytest_asyncio
 
 from epd.config import ModelConfig
 from epd.errors import EpdError, ErrorKind
@@ -23,6 +24,7 @@ from gateway.prompts import PromptPool
 MESSAGES = [ChatMessage("user", (ImagePart(0), TextPart("what is it?")))]
 SIZES = [ImageSize(64, 48, "messages[0].content[0]")]
 pytestmark = pytest.mark.timeout(120)
+shared_pool = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +37,9 @@ def builder(path: str) -> PromptBuilder:
     return PromptBuilder.load(path)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(path: str) -> AsyncIterator[PromptPool]:
+    """One for many tests: its process takes seconds to start."""
     pool = PromptPool(ModelConfig(path=path), 1)
     await pool.start()
     try:
@@ -56,12 +59,14 @@ def child() -> psutil.Process:
     return found[0]
 
 
+@shared_pool
 async def test_a_process_gives_what_the_builder_gives(
     pool: PromptPool, builder: PromptBuilder
 ) -> None:
     assert await pool.build(MESSAGES, SIZES, 4096) == builder.build(MESSAGES, SIZES)
 
 
+@shared_pool
 async def test_errors_cross_the_process_border(pool: PromptPool) -> None:
     too_thin = [ImageSize(1, 4000, "messages[0].content[0]")]
     with pytest.raises(EpdError) as caught:
@@ -70,6 +75,7 @@ async def test_errors_cross_the_process_border(pool: PromptPool) -> None:
     assert caught.value.param == "messages[0].content[0]"
 
 
+@shared_pool
 async def test_a_dead_process_fails_what_it_had_and_no_more(pool: PromptPool) -> None:
     """The third request still waits outside: another process answers it."""
     process = child()
@@ -86,6 +92,7 @@ async def test_a_dead_process_fails_what_it_had_and_no_more(pool: PromptPool) ->
     assert not process.is_running()
 
 
+@shared_pool
 async def test_requests_that_were_given_up_take_their_place_until_answered(
     pool: PromptPool,
 ) -> None:
@@ -104,6 +111,7 @@ async def test_requests_that_were_given_up_take_their_place_until_answered(
     assert pool.at_hand == 0
 
 
+@shared_pool
 async def test_everything_in_a_conversation_crosses_the_border(
     pool: PromptPool, builder: PromptBuilder
 ) -> None:
@@ -127,14 +135,11 @@ async def test_everything_in_a_conversation_crosses_the_border(
     assert await pool.encode("a <|im_end|> b", 4096) == builder.encode("a <|im_end|> b")
 
 
-async def test_a_process_says_what_the_checkpoint_is(path: str) -> None:
-    pool = PromptPool(ModelConfig(path=path), 1)
-    try:
-        facts, own = await pool.start(), read(ModelConfig(path=path))[0]
-        assert facts == own
-        assert Loaded.of(own).tokenizer.encode("a red circle").ids
-    finally:
-        await pool.close()
+@shared_pool
+async def test_a_process_says_what_the_checkpoint_is(pool: PromptPool, path: str) -> None:
+    facts, own = await pool.start(), read(ModelConfig(path=path))[0]
+    assert facts == own
+    assert Loaded.of(own).tokenizer.encode("a red circle").ids
 
 
 async def test_a_checkpoint_that_cannot_be_used_is_a_typed_error(tmp_path: Path) -> None:
