@@ -174,6 +174,10 @@ class Service:
             state = request(place.worker.report["http"], "/ready", timeout_s=10).json
             if state["live_workers"] != wanted:
                 yield f"{place.name} sees {state['live_workers']}"
+        for place in self.workers:
+            # The gateway knows it first, and heartbeats are tasks that `leaks` counts.
+            if place.worker.memberships < GATEWAYS:
+                yield f"{place.name} is registered at {place.worker.memberships}"
 
     def again(self, place: Place) -> None:
         """Start a member that has ended; returns when it is ready."""

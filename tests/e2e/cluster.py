@@ -12,6 +12,7 @@ import http.client
 import json
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -187,6 +188,12 @@ class Worker:
         assert isinstance(state, dict)
         return state
 
+    @property
+    def memberships(self) -> int:
+        """Gateways that a worker is registered at, as it sees it."""
+        found = re.search(r"^epd_memberships\{[^}]*\} (\d+)", self.metrics(), re.MULTILINE)
+        return int(found[1]) if found else 0
+
     def metrics(self) -> str:
         return request(self.report["metrics"], "/metrics", timeout_s=10).body.decode()
 
@@ -295,8 +302,22 @@ class Cluster:
         with ThreadPoolExecutor(len(self.members)) as pool:
             list(pool.map(Worker.until_ready, self.members))
         self._until_complete()
-        self._idle_tasks = {m.role: m.debug_state()["tasks"] for m in self.members}
+        self._idle_tasks = self._settled()
         return self
+
+    def _settled(self, limit_s: float = 30.0) -> dict[str, int]:
+        """Tasks of each process, once it knows itself that it is registered: the gateway
+        knows it first, and heartbeats are tasks, too."""
+        deadline = time.monotonic() + limit_s
+        before: dict[str, int] = {}
+        while True:
+            registered = all(worker.memberships for worker in self.workers)
+            tasks = {member.role: member.debug_state()["tasks"] for member in self.members}
+            if registered and tasks == before:
+                return tasks
+            assert time.monotonic() < deadline, f"not settled: {tasks}"
+            before = tasks
+            time.sleep(0.1)
 
     def until_serving(self, limit_s: float = 30.0) -> None:
         deadline = time.monotonic() + limit_s
