@@ -92,7 +92,7 @@ class KvConfig(_Section):
 
 
 class EncodeConfig(_StageSection):
-    batch_patches: int = Field(1024, ge=1)
+    batch_patches: int = Field(256, ge=1)
     """Most vision patches in one forward; a larger image runs alone. On a CPU more bring no
     speed (from 256 on), and every image of the batch waits for all: prefill idles meanwhile.
     A GPU wants more."""
