@@ -98,7 +98,7 @@ class Connection:
 
 async def post(address: str, path: str, body: Any, **headers: str) -> Reply:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection = await Connection.send(address, "POST", path, raw, **headers)
+    connection = await Connection.send(address, "POST", path, raw, 1 << 20, **headers)
     return await connection.reply()
 
 
