@@ -28,6 +28,7 @@ from protos.epd.v1 import decode_pb2_grpc, encode_pb2_grpc, prefill_pb2_grpc
 _INBOX = 64
 _DETAILS = "grpc-status-details-bin"
 _LOCAL_FAULT = "Internal error from Core"
+_PASSED_ON = frozenset({"embedding_ready", "kv_ready", "start"})
 _STATUS_POLLS = 100
 _STATUS_POLL_S = 0.005
 _STUBS: dict[Stage, Any] = {
@@ -195,7 +196,7 @@ class StageStream:
         elif self.lost and found.kind is ErrorKind.CANCELLED:
             # Not by us (`abort` ends the read another way): a server that stops does that.
             found = EpdError(ErrorKind.STAGE_UNAVAILABLE, "the worker stopped", retry_after_s=1.0)
-        self._error = self._error or found
+        self._error = self._error or _of_peers(found)
 
     async def _write(self) -> None:
         try:
@@ -205,6 +206,15 @@ class StageStream:
                 await self._call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
             return  # the call has ended; `_read` knows why
+
+
+def _of_peers(error: EpdError) -> EpdError:
+    """What is wrong with words that we passed on from another stage is a peer's fault, never
+    the client's."""
+    told = (error.param or "").partition(".")[0]
+    if error.kind is not ErrorKind.INVALID_REQUEST or told not in _PASSED_ON:
+        return error
+    return EpdError(ErrorKind.CONTRACT_MISMATCH, f"{error.param}: {error.message}")
 
 
 def _now(answer: Any) -> Any:

@@ -70,20 +70,43 @@ def test_what_a_reader_meets(cluster: Cluster, stage: str) -> None:
     assert text(ask(cluster, shade)) == right
 
 
-@pytest.mark.parametrize("point", ["lease.stale", "lease.wrong_rows"])
-def test_what_prefill_announces(cluster: Cluster, point: str) -> None:
-    """Encode's announcements: tests/chaos/test_stage_faults.py."""
-    stage, reader = "prefill", "decode"
+READERS = {"encode": "prefill", "prefill": "decode"}
+ANNOUNCED = {
+    "lease.stale": (1, 500, "checksum_mismatch"),
+    "lease.wrong_rows": (1, 500, "checksum_mismatch"),
+    "lease.short": (1, 500, "contract_mismatch"),
+    # Worth another try, so as many as a request has.
+    "lease.unregistered": (3, 503, "transfer_failed"),
+}
+"""(times it must happen, the answer's status, its code)"""
+
+
+@pytest.mark.parametrize("point", ANNOUNCED)
+@pytest.mark.parametrize("stage", READERS)
+def test_what_an_owner_announces(cluster: Cluster, stage: str, point: str) -> None:
+    """Embeddings of encode, KV blocks of prefill."""
+    times, status, code = ANNOUNCED[point]
+    reader = READERS[stage]
     shade = next(_shades)
     right = text(ask(cluster, shade))
-    faulty(cluster, stage, f"{point}:1/100")
+    faulty(cluster, stage, f"{point}:{times}/100")
+    if stage == "encode":
+        faulty(cluster, reader, "")  # it would still have the rows
     try:
-        before = failures(cluster, reader).get("checksum", 0)
+        before = errors(cluster, reader)
         reply = ask(cluster, shade)
-        assert (reply.status, reply.error["code"]) == (500, "checksum_mismatch"), reply
-        assert failures(cluster, reader)["checksum"] == before + 1
+        assert (reply.status, reply.error["code"]) == (status, code), reply
+        assert errors(cluster, reader) == before + times
         # Nobody is given the damaged bytes again, out of no cache.
         assert text(ask(cluster, shade)) == right
         cluster.assert_clean()
     finally:
         faulty(cluster, stage, "")
+    assert text(ask(cluster, shade)) == right
+
+
+def errors(cluster: Cluster, stage: str) -> int:
+    """epd_errors_total of one stage, of all kinds."""
+    page = cluster.worker(stage).metrics()
+    found = re.findall(rf'epd_errors_total\{{kind="\w+",stage="{stage}"\}} ([\d.e+]+)', page)
+    return int(sum(map(float, found)))

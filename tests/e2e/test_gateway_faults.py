@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from epd.config import Config
-from epd.errors import ErrorKind
+from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from gateway.main import Loaded
 from protos.epd.v1 import common_pb2, decode_pb2
@@ -173,6 +173,26 @@ async def test_a_stages_error_becomes_a_status(
     # Which words go out: test_gateway_disclosure.py.
     own = reply.json()["error"]["message"] == "the stage's own words"
     assert own == (status == 400)
+
+
+@pytest.mark.parametrize(
+    ("param", "status", "code"),
+    [
+        ("kv_ready.handle", 500, "contract_mismatch"),
+        ("start", 500, "contract_mismatch"),
+        ("job.token_ids", 400, "invalid_request"),
+    ],
+)
+async def test_what_a_stage_finds_wrong_with_another_is_not_the_clients_fault(
+    house: House, param: str, status: int, code: str
+) -> None:
+    async def refuse(call: Call) -> None:
+        raise EpdError(ErrorKind.INVALID_REQUEST, "is wrong", param=param)
+
+    house.script.hooks["decode.job"] = refuse
+    reply = await house.chat()
+    assert (reply.status, reply.json()["error"]["code"]) == (status, code)
+    assert "is wrong" in reply.json()["error"]["message"]
 
 
 async def test_an_unforeseen_fault_of_a_stage_tells_no_internals(house: House) -> None:
