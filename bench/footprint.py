@@ -46,14 +46,22 @@ class Own:
 
 def memory(service: Service) -> str:
     """A table of all processes below the supervisor, and of that one itself."""
-    rows = [_row("epd serve", [psutil.Process(service.pid)], None)]
+    parts = {pid: name for name, pid in service.pids.items()}
+    rows = _rows("epd serve", psutil.Process(service.pid), None, parts)
     for name, pid in service.pids.items():
-        process = psutil.Process(pid)
-        rows.append(_row(name, [process], _own(service.metrics.get(name, ""))))
-        for helper, members in sorted(_helpers(process).items()):
-            what = f"{name}: {helper}" + (f" ({len(members)})" if len(members) > 1 else "")
-            rows.append(_row(what, members, None))
+        rows += _rows(name, psutil.Process(pid), _own(service.metrics.get(name, "")), parts)
     return markdown(list(_HEAD), rows)
+
+
+def _rows(
+    name: str, process: psutil.Process, own: Own | None, parts: Mapping[int, str]
+) -> list[list[str]]:
+    """Of one process, and of its helpers."""
+    rows = [_row(name, [process], own)]
+    for helper, members in sorted(_helpers(process, parts).items()):
+        what = f"{name}: {helper}" + (f" ({len(members)})" if len(members) > 1 else "")
+        rows.append(_row(what, members, None))
+    return rows
 
 
 def _own(address: str) -> Own | None:
@@ -64,16 +72,21 @@ def _own(address: str) -> Own | None:
     return own if own.weights else None
 
 
-def _helpers(process: psutil.Process) -> dict[str, list[psutil.Process]]:
-    """Children by what they run: a helper's command ends with its task, as JSON."""
+def _helpers(process: psutil.Process, parts: Mapping[int, str]) -> dict[str, list[psutil.Process]]:
+    """Processes below one, as far as they are no `parts` and below none, by what they run."""
     found: dict[str, list[psutil.Process]] = defaultdict(list)
-    for child in process.children(recursive=True):
-        found[_task(child.cmdline())].append(child)
+    for child in process.children():
+        if child.pid not in parts:
+            for helper in (child, *child.children(recursive=True)):
+                found[_task(helper.cmdline())].append(helper)
     return dict(found)
 
 
 def _task(command: Sequence[str]) -> str:
+    """A sandbox's command ends with its task, as JSON; others are a module."""
     found = _ENTRY.search(" ".join(command))
+    if found is None and "-m" in command[:-1]:
+        return command[command.index("-m") + 1]
     return found[1] if found else "helper"
 
 
