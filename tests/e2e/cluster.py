@@ -131,10 +131,11 @@ class Worker:
     def _start(
         self, line: list[str], log: TextIO
     ) -> tuple[subprocess.Popen[str] | Process, TextIO]:
-        if self.node is None:
+        # What CUDA is told before a fork it doesn't know after it.
+        if self.node is None and self.settings.get("model.device", "cpu") == "cpu":
             return start(line, self.environ, log.fileno())
         process = subprocess.Popen(
-            self.node.command(line),
+            self.node.command(line) if self.node else line,
             cwd=ROOT,
             env=expect_parent(self.environ),
             stdin=subprocess.DEVNULL,
