@@ -14,7 +14,7 @@ from epd.obs import metrics
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.streams import Stopwatch
 from epd.transfer.contract import Handle, Span, mismatch
-from epd.transfer.pieces import Piece
+from epd.transfer.verified import read_verified
 
 Share = Callable[[Sequence[int]], None]
 Replace = Callable[[int, int], None]
@@ -179,21 +179,17 @@ class KvReader:
     ) -> None:
         """Copy `spans` of the handle, in order, into `blocks`, and verify each."""
         watch = Stopwatch()
-        pieces = [
-            Piece(self._pool.address(block), span.address, span.length)
-            for block, span in zip(blocks, spans, strict=True)
-        ]
-        stats = await self._memory.engine.read(
+        stats = await read_verified(
+            self._memory.engine,
             handle.owner,
             self._spec.fingerprint,
-            pieces,
+            [(self._pool.address(b), span) for b, span in zip(blocks, spans, strict=True)],
             self._pool,
             handle.read_deadline_ms / 1000,
+            what="KV blocks",
             kind="kv",
             key=ticket.read_key,
         )
-        read = [(p.local, span) for p, span in zip(pieces, spans, strict=True)]
-        await self._memory.verify("kv", read, "KV blocks")
         if self._pool.mirrored:
             await asyncio.to_thread(self._pool.from_peers, blocks)
         ticket.transfer_ms += watch.ms

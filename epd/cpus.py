@@ -1,4 +1,4 @@
-"""Which cores a process runs on."""
+"""Which cores a process runs on, and how its threads wait for each other."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ import os
 from collections.abc import Iterable
 
 from epd.errors import invalid
+
+_SPINS = "10000"
+"""How often a thread looks before it sleeps: about 0.1 ms. A layer has six parallel regions,
+and waking a sleeping thread for each costs more than what many of them compute; between steps
+a thread must not keep a core from the other processes."""
+
+
+def prepare_threads(threads: int) -> None:
+    """Tell OpenMP and torch how many threads to use and how these wait. They read it once,
+    when they are first imported."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(threads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
 def parse_cpus(text: str) -> frozenset[int]:

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from epd.config import Config
-from epd.cpus import joined, pin
+from epd.cpus import joined, pin, prepare_threads
 from epd.errors import EpdError, invalid
 from epd.lifetime import die_with_expected_parent
 from epd.preflight import check, gateway_ports, worker_ports
@@ -67,7 +67,8 @@ def serve_stage(role: str, config: Config) -> int:
     parts = role.split("+")
     if role != GATEWAY:
         config = config.for_stages(parts)
-    _prepare_environment(config.model.threads)
+    prepare_threads(config.model.threads)
+    _prepare_environment()
     if torch := sys.modules.get("torch"):  # imported before this process was forked
         torch.set_num_threads(config.model.threads)
     signal.signal(signal.SIGINT, _on_interrupt)
@@ -91,7 +92,8 @@ def preload(model: str) -> None:
     device. `model` is a checkpoint, or "" for what all have in common. What can't be
     imported is left to the stages that need it: they say why.
     """
-    _prepare_environment(1)
+    prepare_threads(1)
+    _prepare_environment()
     with contextlib.suppress(ImportError, OSError, EpdError):
         _serve_of(GATEWAY)
         for stage in STAGES:
@@ -174,12 +176,8 @@ def _builder(stage: str) -> Build:
     return decode.main.build
 
 
-def _prepare_environment(threads: int) -> None:
-    """Set what torch, OpenMP and tokenizers read once, when they are first imported."""
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[name] = str(threads)
-    # Stages share the cores: a waiting OpenMP thread must not spin on one.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+def _prepare_environment() -> None:
+    """Set what tokenizers and transformers read once, when they are first imported."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # gRPC's own lines on stderr (a peer went away) say nothing that our log doesn't.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

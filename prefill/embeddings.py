@@ -25,7 +25,7 @@ from epd.runtime.memory import OwnedMemory
 from epd.transfer.arena import Arena
 from epd.transfer.contract import Handle
 from epd.transfer.engine import ReadStats
-from epd.transfer.pieces import Piece
+from epd.transfer.verified import read_verified
 from prefill.rows import Rows, RowTable
 
 _SHARED = ReadStats(0, 0.0, 0)
@@ -110,18 +110,17 @@ class Landing:
 
     async def _read(self, key: Hashable, item: ImageItem, rows: Rows, handle: Handle) -> ReadStats:
         span, local = handle.spans[0], self.arena.address_of(rows.extent)
-        stats = await self._memory.engine.read(
+        return await read_verified(
+            self._memory.engine,
             handle.owner,
             self._spec.fingerprint,
-            [Piece(local, span.address, span.length)],
+            [(local, span)],
             self.arena,
             handle.read_deadline_ms / 1000,
+            what=f"embedding of image {item.index}",
             kind="embedding",
             key=key,
         )
-        what = f"embedding of image {item.index}"
-        await self._memory.verify("embedding", [(local, span)], what)
-        return stats
 
     def rows(self, rows: Rows) -> Tensor:
         """[planes, rows, hidden]; a view of the arena."""

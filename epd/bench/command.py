@@ -195,10 +195,10 @@ def stage(
     """Measure each stage alone beside its floor: memory, GEMM, sockets, Mooncake."""
 
     def run() -> None:
-        # Before torch starts its threads: a waiting one must not spin on a core.
-        import os
+        # Before torch starts its threads, as a stage does.
+        from epd.cpus import prepare_threads
 
-        os.environ |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+        prepare_threads(threads)
         from epd.bench.stage import run as stages
         from epd.bench.stage.compute import Sizes
         from epd.errors import invalid

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from collections.abc import Sequence
 
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
 from epd.transfer import faults, metrics
-from epd.transfer.checksum import verify_at
-from epd.transfer.contract import Peer, Span
+from epd.transfer.contract import Peer
 from epd.transfer.engine import Engine
 from epd.transfer.lease import Lease, LeaseTable
 
@@ -70,18 +67,6 @@ class OwnedMemory:
         metrics.QUARANTINED.set(self.leases.quarantined_bytes)
         return freed > 0
 
-    async def verify(self, kind: str, pieces: Sequence[tuple[int, Span]], what: str) -> None:
-        """Compare what was read to the given addresses with the announced sums.
-
-        Raises:
-            EpdError: CHECKSUM_MISMATCH, counted.
-        """
-        try:
-            await asyncio.to_thread(_verify, pieces, what)
-        except EpdError:
-            metrics.FAILURES.labels(kind, "checksum").inc()
-            raise
-
     def healthy(self) -> bool:
         return not self.engine.stuck
 
@@ -101,7 +86,3 @@ class OwnedMemory:
     async def close(self) -> None:
         await self.engine.close()
 
-
-def _verify(pieces: Sequence[tuple[int, Span]], what: str) -> None:
-    for number, (address, span) in enumerate(pieces):
-        verify_at(address, span.length, span.checksum, f"{what}, span {number}")

@@ -1,28 +1,27 @@
 """Drives Mooncake: submits what `flow.py` allows, follows every id to its end.
 
-run() --> Flow --> Submitter (its own thread) --> ids --> poll (event loop) --> done
-                                                      |
-          failed, timed out, cancelled: parked, owner pinned until the ids end
+run() --> Flow --> Submitter (a thread) --> ids --> Watcher (a thread) --> done
+                                                |
+     failed, timed out, cancelled: parked, owner pinned until the ids end
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from itertools import groupby
+from typing import TypeVar
 
 from epd.transfer import metrics
-from epd.transfer.flow import Flow, Read
+from epd.transfer.flow import Arrived, Flow, Read
 from epd.transfer.pieces import Piece
 from epd.transfer.submitter import Native, Result, Submitter
+from epd.transfer.watcher import Ended, Watcher
 
-log = logging.getLogger("epd.transfer")
-
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.002
+Item = TypeVar("Item")
 
 
 class ReadFailed(Exception):
@@ -36,18 +35,25 @@ class Driver:
     """
 
     def __init__(self, native: Native, late_s: float) -> None:
-        self._native = native
         self._late_s = late_s
         self._flow = Flow()
-        self._submitter = Submitter(native, self._deliver)
+        self._submitter = Submitter(native, lambda results: self._tell(self._submitted, results))
+        self._watcher = Watcher(native, lambda ended: self._tell(self._ended, ended))
         self._waiters: dict[Read, asyncio.Future[None]] = {}
         self._on_settled: list[tuple[Hashable, Callable[[], None]]] = []
-        self._submitted_at: dict[int, float] = {}
+        self._under_way: dict[int, tuple[Read, float]] = {}
+        """Ids that Mooncake works on: whose, and since when."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._poller: asyncio.Task[None] | None = None
         self._stopping = False
 
-    async def run(self, name: str, parts: list[Piece], owner: object, key: Hashable) -> None:
+    async def run(
+        self,
+        name: str,
+        parts: list[Piece],
+        owner: object,
+        key: Hashable,
+        arrived: Arrived | None = None,
+    ) -> None:
         """Move all parts, or raise; then the read may go on, parked (see Engine.read).
 
         Raises:
@@ -58,7 +64,7 @@ class Driver:
         if not parts:
             return
         self._loop = asyncio.get_running_loop()
-        read = Read(name, deque(parts), owner, key)
+        read = Read(name, deque(parts), owner, key, arrived)
         waiter = self._waiters[read] = self._loop.create_future()
         self._flow.add(read)
         self._pump()
@@ -90,10 +96,10 @@ class Driver:
             self._flow.stop(read, "the transfer engine is closing")
             self._wake(read)
         clean = await _until(lambda: not self._flow.unsettled, bound_s)
-        if self._poller:
-            self._poller.cancel()
-            await asyncio.wait([self._poller])
-        return await asyncio.to_thread(self._submitter.stop, 1.0) and clean
+        stopped = await asyncio.gather(
+            asyncio.to_thread(self._submitter.stop, 1.0), asyncio.to_thread(self._watcher.stop, 1.0)
+        )
+        return clean and all(stopped)
 
     @property
     def parked(self) -> int:
@@ -106,7 +112,7 @@ class Driver:
     @property
     def stuck_s(self) -> float:
         """How long Mooncake is overdue with a call or an id; 0 in health."""
-        oldest = min(self._submitted_at.values(), default=None)
+        oldest = min((since for _, since in self._under_way.values()), default=None)
         overdue = 0.0 if oldest is None else time.monotonic() - oldest - self._late_s
         return max(self._submitter.busy_s, overdue, 0.0)
 
@@ -116,50 +122,31 @@ class Driver:
         for _, job in groupby(self._flow.take(), key=lambda entry: entry[0].name):
             self._submitter.put(list(job))
 
-    def _deliver(self, results: list[Result]) -> None:
-        """On the submitting thread."""
+    def _tell(self, receive: Callable[[Item], None], news: Item) -> None:
+        """On the submitting or the watching thread."""
         assert self._loop is not None
-        # RuntimeError: the loop is closed, nobody is left to poll these.
+        # RuntimeError: the loop is closed, nobody is left to hear of it.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._on_submitted, results)
+            self._loop.call_soon_threadsafe(receive, news)
 
-    def _on_submitted(self, results: list[Result]) -> None:
+    def _submitted(self, results: list[Result]) -> None:
         now = time.monotonic()
-        for read, batch_id in results:
-            self._flow.submitted(read, batch_id)
+        for read, piece, batch_id in results:
+            self._flow.submitted(read, piece, batch_id)
             if batch_id is not None:
-                self._submitted_at[batch_id] = now
+                self._under_way[batch_id] = (read, now)
+                self._watcher.watch(batch_id)
             self._wake(read)
         self._pump()
         self._after_settled()
-        if self._submitted_at and (self._poller is None or self._poller.done()):
-            self._poller = asyncio.create_task(self._poll())
-            self._poller.add_done_callback(_report)
 
-    async def _poll(self) -> None:
-        """Follow every id to its end. Runs only while there are any."""
-        idle = 0
-        while self._submitted_at:
-            idle = 0 if self._sweep() else idle + 1
-            await asyncio.sleep(_pause(idle))
-
-    def _sweep(self) -> bool:
-        """Ask after every id once; true if any ended."""
-        before = len(self._submitted_at)
-        for read in self._flow.under_way():
-            for batch_id in list(read.ids):
-                status = self._native.transfer_check_status(batch_id)
-                # 0: waiting; -2: late, but Mooncake still works on it. Only 1 and -1
-                # are ends, and an id is gone after its end: never ask again.
-                if status in (1, -1):
-                    del self._submitted_at[batch_id]
-                    self._flow.finished(read, batch_id, ok=status == 1)
+    def _ended(self, ended: Ended) -> None:
+        for batch_id, ok in ended:
+            read, _ = self._under_way.pop(batch_id)
+            self._flow.finished(read, batch_id, ok=ok)
             self._wake(read)
-        if len(self._submitted_at) == before:
-            return False
         self._pump()
         self._after_settled()
-        return True
 
     def _wake(self, read: Read) -> None:
         waiter = self._waiters.get(read)
@@ -174,12 +161,6 @@ class Driver:
             entry[1]()
 
 
-def _report(poller: asyncio.Task[None]) -> None:
-    """A poller that died leaves its ids unfollowed: say so (they show as stuck)."""
-    if not poller.cancelled() and (error := poller.exception()):
-        log.critical("transfer: following reads failed", exc_info=error)
-
-
 async def _until(condition: Callable[[], bool], bound_s: float) -> bool:
     end = time.monotonic() + bound_s
     while not condition():
@@ -187,12 +168,3 @@ async def _until(condition: Callable[[], bool], bound_s: float) -> bool:
             return False
         await asyncio.sleep(0.005)
     return True
-
-
-def _pause(idle: int) -> float:
-    """Only give way after progress, then sleep longer and longer. (Looking more often
-    at first gained nothing that could be measured and took CPU from Mooncake.)"""
-    if idle == 0:
-        return 0.0
-    doublings = min(idle - 1, 16)  # a float overflows after 1024
-    return min(_FIRST_PAUSE_S * 2.0**doublings, _LONGEST_PAUSE_S)

@@ -15,10 +15,13 @@ while Mooncake may still write into its memory.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from epd.transfer.pieces import Piece
+
+Arrived = Callable[[Piece], None]
+"""Told of a piece that is here."""
 
 WINDOW = 16
 """Descriptors under way per peer: one for each of Mooncake's connections to it. More
@@ -26,6 +29,10 @@ is faster for scattered blocks (512 of 64 KiB: 41 ms, 27 ms with 32, 21 ms with 
 but those that queue behind a stopped peer's connections wait for a second, third,
 ... progress timeout: with one each, all memory is back after the first. A stopped
 peer holds only its own window, so others go on."""
+
+WINDOW_BYTES = 16 << 20
+"""Bytes under way per peer, unless it is one descriptor: what is under way arrives at about
+the same time, and is summed after that. Four of the longest descriptors keep both ends busy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +45,9 @@ class Read:
     owner: object
     """Kept alive until settled: the local memory is inside it."""
     key: Hashable = None
-    ids: set[int] = field(default_factory=set)
+    arrived: Arrived | None = None
+    """Told of each piece as it is here, until the read is stopped."""
+    ids: dict[int, Piece] = field(default_factory=dict)
     submitting: int = 0
     failure: str | None = None
     stopped: bool = False
@@ -54,13 +63,22 @@ class Read:
         return self.stopped and not self.settled
 
 
+@dataclass(slots=True)
+class _Used:
+    """What is under way with one peer."""
+
+    descriptors: int = 0
+    nbytes: int = 0
+
+
 class Flow:
     """Round robin over the reads of each peer, within a window per peer."""
 
-    def __init__(self, window: int = WINDOW) -> None:
+    def __init__(self, window: int = WINDOW, window_bytes: int = WINDOW_BYTES) -> None:
         self.window = window
+        self.window_bytes = window_bytes
         self._queues: dict[str, deque[Read]] = {}  # reads with something to submit
-        self._slots: dict[str, int] = {}  # descriptors under way
+        self._used: dict[str, _Used] = {}
         self._reads: set[Read] = set()
 
     def add(self, read: Read) -> None:
@@ -73,36 +91,37 @@ class Flow:
         """What to submit now; each comes back through `submitted`."""
         taken = []
         for name, queue in list(self._queues.items()):
-            free = self.window - self._slots.get(name, 0)
-            while queue and free > 0:
+            while queue and self._has_room(name, queue[0].todo[0]):
                 read = queue.popleft()
-                taken.append((read, read.todo.popleft()))
+                piece = read.todo.popleft()
+                taken.append((read, piece))
                 read.submitting += 1
-                free -= 1
+                self._take(name, piece)
                 if read.todo:
                     queue.append(read)
-            self._set_slots(name, self.window - free)
             if not queue:
                 del self._queues[name]
         return taken
 
-    def submitted(self, read: Read, batch_id: int | None) -> None:
+    def submitted(self, read: Read, piece: Piece, batch_id: int | None) -> None:
         """A taken piece has its id now, or None: refused, or skipped as stopped."""
         read.submitting -= 1
         if batch_id is not None:
-            read.ids.add(batch_id)
+            read.ids[batch_id] = piece
         else:
-            self._set_slots(read.name, self._slots[read.name] - 1)
+            self._give(read.name, piece)
             if not read.stopped:
                 self.stop(read, "the engine refused a descriptor")
         self._forget_if_settled(read)
 
     def finished(self, read: Read, batch_id: int, ok: bool) -> None:
         """An id is terminal. A failed one stops its read."""
-        read.ids.remove(batch_id)
-        self._set_slots(read.name, self._slots[read.name] - 1)
+        piece = read.ids.pop(batch_id)
+        self._give(read.name, piece)
         if not ok and not read.stopped:
             self.stop(read, "the engine reports a failed read")
+        if read.arrived and not read.stopped:
+            read.arrived(piece)
         self._forget_if_settled(read)
 
     def stop(self, read: Read, failure: str) -> None:
@@ -115,10 +134,6 @@ class Flow:
             queue.remove(read)
         self._forget_if_settled(read)
 
-    def under_way(self) -> Iterator[Read]:
-        """Reads with ids to poll (a copy: they change while being polled)."""
-        return iter([read for read in self._reads if read.ids])
-
     def all(self) -> list[Read]:
         """Every unsettled read."""
         return list(self._reads)
@@ -130,7 +145,7 @@ class Flow:
     @property
     def outstanding(self) -> int:
         """Descriptors with Mooncake or on their way to it."""
-        return sum(self._slots.values())
+        return sum(used.descriptors for used in self._used.values())
 
     @property
     def unsettled(self) -> int:
@@ -147,15 +162,30 @@ class Flow:
             assert not read.settled, read
             assert not (read.stopped and read.todo), read
             count[read.name] = count.get(read.name, 0) + len(read.ids) + read.submitting
-        assert {name: n for name, n in count.items() if n} == self._slots
-        assert all(n <= self.window for n in self._slots.values())
+        used = {name: used.descriptors for name, used in self._used.items()}
+        assert {name: n for name, n in count.items() if n} == used
+        for room in self._used.values():
+            assert 0 < room.descriptors <= self.window
+            assert room.nbytes <= self.window_bytes or room.descriptors == 1
 
-    def _set_slots(self, name: str, count: int) -> None:
-        assert count >= 0, (name, count)
-        if count:
-            self._slots[name] = count
-        else:
-            self._slots.pop(name, None)
+    def _has_room(self, name: str, piece: Piece) -> bool:
+        used = self._used.get(name)
+        return used is None or (
+            used.descriptors < self.window and used.nbytes + piece.length <= self.window_bytes
+        )
+
+    def _take(self, name: str, piece: Piece) -> None:
+        used = self._used.setdefault(name, _Used())
+        used.descriptors += 1
+        used.nbytes += piece.length
+
+    def _give(self, name: str, piece: Piece) -> None:
+        used = self._used[name]
+        used.descriptors -= 1
+        used.nbytes -= piece.length
+        assert used.nbytes >= 0, (name, used)
+        if not used.descriptors:
+            del self._used[name]
 
     def _forget_if_settled(self, read: Read) -> None:
         if read.settled:

@@ -17,7 +17,7 @@ from epd.transfer.flow import Read
 from epd.transfer.pieces import Piece
 
 Job = list[tuple[Read, Piece]]
-Result = tuple[Read, int | None]
+Result = tuple[Read, Piece, int | None]
 """A piece's id; None: refused by the engine, or skipped as its read was stopped."""
 
 
@@ -67,7 +67,7 @@ class Submitter:
 
     def _run(self, native: Native, deliver: Callable[[list[Result]], None]) -> None:
         while (job := self._jobs.get()) is not None:
-            deliver([(read, self._submit(native, read, piece)) for read, piece in job])
+            deliver([(read, p, self._submit(native, read, p)) for read, p in job])
             del job  # while idle, it would pin the memory of the last read
 
     def _submit(self, native: Native, read: Read, piece: Piece) -> int | None:

@@ -16,8 +16,7 @@ from epd.kv.layout import KvLayout, LayerShape
 from epd.kv.pool import KvPool
 from epd.models.lm import ForwardBatch
 from epd.models.spec import ModelSpec
-from epd.transfer.checksum import verify_at
-from epd.transfer.contract import Peer, Span
+from epd.transfer.contract import Peer
 from epd.transfer.engine import ReadStats
 from epd.transfer.faults import Faults
 from epd.transfer.lease import LeaseTable
@@ -100,11 +99,13 @@ class FakeEngine:
 
     async def read(
         self, peer: Peer, fingerprint: str, pieces: Sequence[Piece], owner: object,
-        deadline_s: float, *, kind: str, key: Hashable,
+        deadline_s: float, *, kind: str, key: Hashable, arrived: Callable[[Piece], None],
     ) -> ReadStats:  # fmt: skip
         self._under_way[key] = self._under_way.get(key, 0) + 1
         copying = asyncio.create_task(self._copy(pieces, key))
         await asyncio.shield(copying)
+        for piece in pieces:
+            arrived(piece)
         return ReadStats(sum(piece.length for piece in pieces), 0.0, 1)
 
     async def _copy(self, pieces: Sequence[Piece], key: Hashable) -> None:
@@ -154,10 +155,6 @@ class FakeMemory:
             self.leases.release(lease)
         else:
             self.leases.lost(lease, self.now)
-
-    async def verify(self, kind: str, pieces: Sequence[tuple[int, Span]], what: str) -> None:
-        for address, span in pieces:
-            verify_at(address, span.length, span.checksum, what)
 
     def tick(self) -> bool:
         return self.leases.sweep(self.now) > 0

@@ -57,8 +57,10 @@ def test_a_raw_socket_brings_what_is_asked_for() -> None:
     into = bytearray(b"x" * 100_000)
     with receiver(200_000) as end:
         end.pull(memoryview(into))
+        assert into == content(100_000), "as the peer's memory: not a page of zeros"
+        into[:] = bytes(100_000)
         end.pull(memoryview(into)[:10])
-    assert into == bytes(100_000)
+    assert into == content(10) + bytes(99_990)
 
 
 def test_a_pull_brings_the_peers_bytes_and_checks_them() -> None:

@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from epd.transfer.driver import Driver, ReadFailed, _pause
+from epd.transfer.driver import Driver, ReadFailed
 from epd.transfer.flow import WINDOW
 from epd.transfer.pieces import Piece
+from epd.transfer.watcher import pause_after
 
 DONE, FAILED, WAITING, LATE = 1, -1, 0, -2
 
@@ -27,6 +28,7 @@ class FakeMooncake:
         self.status: dict[int, int] = {}
         self.names: dict[int, str] = {}
         self.pieces: list[tuple[str, int]] = []
+        self.looks = 0
         self.refuse = False
         self.default = WAITING
         self.lock = threading.Event()
@@ -46,6 +48,7 @@ class FakeMooncake:
         return batch_id
 
     def transfer_check_status(self, batch_id: int) -> int:
+        self.looks += 1
         status = self.status[batch_id]
         if status in (DONE, FAILED):
             del self.status[batch_id]
@@ -264,14 +267,11 @@ async def test_nothing_to_read_is_done_at_once(driver: Driver, fake: FakeMooncak
 
 
 def test_pauses_grow_to_a_bound_however_long_nothing_happens() -> None:
-    pauses = [_pause(idle) for idle in range(20)] + [_pause(10**9)]
-    assert pauses == sorted(pauses)
-    assert pauses[0] == 0.0
-    assert pauses[1] == 0.0002
-    assert pauses[-1] == 0.002
+    pauses = [pause_after(ms / 1e3) for ms in (0, 0.2, 1, 4, 50, 10**9)]
+    assert pauses == [0.0001, 0.0001, 0.00025, 0.001, 0.002, 0.002]
 
 
-async def test_a_poller_that_dies_is_reported_and_shows_as_stuck(
+async def test_a_watcher_that_dies_is_reported_and_shows_as_stuck(
     fake: FakeMooncake, caplog: pytest.LogCaptureFixture
 ) -> None:
     driver = Driver(fake, late_s=0.1)  # type: ignore[arg-type]
@@ -286,7 +286,20 @@ async def test_a_poller_that_dies_is_reported_and_shows_as_stuck(
         await task
 
 
-async def test_no_timer_runs_while_nothing_is_read(driver: Driver, fake: FakeMooncake) -> None:
+async def test_nobody_looks_while_nothing_is_read(driver: Driver, fake: FakeMooncake) -> None:
     fake.default = DONE
     await driver.run("a:1", parts(3), object(), None)
-    await until(lambda: driver._poller is not None and driver._poller.done())
+    looks = fake.looks
+    await asyncio.sleep(0.05)
+    assert fake.looks == looks == 3
+
+
+async def test_a_long_read_is_looked_after_now_and_then(
+    driver: Driver, fake: FakeMooncake
+) -> None:
+    task = start(driver)
+    await until(lambda: fake.status)
+    await asyncio.sleep(0.5)
+    assert 10 < fake.looks < 1500
+    fake.end(DONE)
+    await asyncio.wait_for(task, 1)

@@ -17,6 +17,11 @@ def make_read(name: str = "a:1", pieces: int = 3, key: object = None, base: int 
     return Read(name, deque(Piece(base + i, base + i, 1) for i in range(pieces)), object(), key)
 
 
+def read_piece(number: int) -> Piece:
+    """Of `make_read`."""
+    return Piece(number, number, 1)
+
+
 class FlowMachine(RuleBasedStateMachine):
     """Random peers, reads, answers and cancellations; a model of what is where."""
 
@@ -50,13 +55,13 @@ class FlowMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.submitting)
     @rule(accepted=st.booleans())
     def answer(self, accepted: bool) -> None:
-        read, _ = self.submitting.pop(0)
+        read, piece = self.submitting.pop(0)
         if accepted and not read.stopped:
             self.ids[self.next_id] = read
-            self.flow.submitted(read, self.next_id)
+            self.flow.submitted(read, piece, self.next_id)
             self.next_id += 1
         else:
-            self.flow.submitted(read, None)
+            self.flow.submitted(read, piece, None)
             assert read.failure
 
     @precondition(lambda self: self.ids)
@@ -130,10 +135,10 @@ def test_a_stopped_read_is_parked_until_its_last_id_ends() -> None:
     read = make_read(pieces=5, key="request")
     flow.add(read)
     flow.take()
-    flow.submitted(read, 11)
+    flow.submitted(read, read_piece(0), 11)
     flow.stop(read, "cancelled")
     assert (flow.parked, read.settled, flow.of("request")) == (1, False, [read])
-    flow.submitted(read, None)  # the submitting thread saw that it was stopped
+    flow.submitted(read, read_piece(1), None)  # the submitting thread saw that it was stopped
     assert not read.settled
     flow.finished(read, 11, ok=True)
     assert (flow.parked, read.settled, flow.of("request")) == (0, True, [])
@@ -146,8 +151,8 @@ def test_the_first_failure_is_the_one_reported() -> None:
     read = make_read(pieces=2)
     flow.add(read)
     flow.take()
-    flow.submitted(read, 1)
-    flow.submitted(read, 2)
+    flow.submitted(read, read_piece(0), 1)
+    flow.submitted(read, read_piece(1), 2)
     flow.finished(read, 1, ok=False)
     flow.stop(read, "given up")
     assert read.failure == "the engine reports a failed read"
@@ -158,6 +163,43 @@ def test_an_answer_about_an_unknown_id_is_caught() -> None:
     read = make_read(pieces=1)
     flow.add(read)
     flow.take()
-    flow.submitted(read, 1)
+    flow.submitted(read, read_piece(0), 1)
     with pytest.raises(KeyError):
         flow.finished(read, 2, ok=True)
+
+
+def test_few_large_pieces_fill_a_window_and_one_passes_whatever_its_size() -> None:
+    flow = Flow(window=4, window_bytes=100)
+    sizes = [60, 40, 1, 500, 1, 1]
+    read = Read("a:1", deque(Piece(1000 * i, 0, n) for i, n in enumerate(sizes)), object())
+    flow.add(read)
+    first, second = (piece for _, piece in flow.take())
+    assert (first.length, second.length) == (60, 40)
+    flow.submitted(read, first, 1)
+    flow.submitted(read, second, 2)
+    flow.finished(read, 2, ok=True)
+    third = flow.take()[0][1]
+    assert third.length == 1
+    assert flow.take() == [], "500 wait for an empty window, and the rest behind them"
+    flow.submitted(read, third, 3)
+    flow.finished(read, 1, ok=True)
+    assert flow.take() == []
+    flow.finished(read, 3, ok=True)
+    assert [piece.length for _, piece in flow.take()] == [500]
+    flow.check_integrity()
+
+
+def test_a_read_is_told_of_what_arrived_until_it_is_stopped() -> None:
+    told: list[int] = []
+    flow = Flow()
+    pieces = [Piece(i, i, 1) for i in range(4)]
+    read = Read("a:1", deque(pieces), object(), arrived=lambda piece: told.append(piece.local))
+    flow.add(read)
+    flow.take()
+    for number, piece in enumerate(pieces):
+        flow.submitted(read, piece, number)
+    flow.finished(read, 2, ok=True)
+    flow.finished(read, 0, ok=True)
+    flow.finished(read, 1, ok=False)
+    flow.finished(read, 3, ok=True)
+    assert told == [2, 0]

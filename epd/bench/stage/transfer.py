@@ -13,11 +13,12 @@ from epd.bench.stage.peer import FINGERPRINT, Memory, Remote, content, peer_proc
 from epd.bench.stage.raw_socket import receiver
 from epd.config import TransferConfig
 from epd.transfer.bare import BareReader
-from epd.transfer.checksum import checksum, checksum_at, verify_at
+from epd.transfer.checksum import checksum, checksum_at
 from epd.transfer.contract import Contract, Handle, Span
 from epd.transfer.engine import Engine
 from epd.transfer.lease import LeaseTable
 from epd.transfer.pieces import Piece
+from epd.transfer.verified import read_verified
 
 MIB = 1 << 20
 NBYTES = 64 * MIB
@@ -49,19 +50,21 @@ class Pull:
         """The spans land at offsets `to` of our memory."""
         lease = self.leases.announce("bench", sum(s.length for s in handle.spans), lambda: None)
         handle.check(handle.contract, len(to))
-        pieces = [
-            Piece(self.here.address + at, span.address, span.length)
-            for at, span in zip(to, handle.spans, strict=True)
-        ]
-        self.loop.run(self._read(handle, pieces))
-        if verify:
-            for piece, span in zip(pieces, handle.spans, strict=True):
-                verify_at(piece.local, piece.length, span.checksum, "bench")
+        spans = [(self.here.address + at, s) for at, s in zip(to, handle.spans, strict=True)]
+        self.loop.run(self._read(handle, spans, verify))
         self.leases.release(lease)
 
-    async def _read(self, handle: Handle, pieces: Sequence[Piece]) -> None:
-        seconds = handle.read_deadline_ms / 1000
-        await self.engine.read(handle.owner, FINGERPRINT, pieces, self.here, seconds)
+    async def _read(
+        self, handle: Handle, spans: Sequence[tuple[int, Span]], verify: bool
+    ) -> None:
+        engine, owner, seconds = self.engine, handle.owner, handle.read_deadline_ms / 1000
+        if verify:
+            await read_verified(
+                engine, owner, FINGERPRINT, spans, self.here, seconds, what="bench"
+            )
+        else:
+            pieces = [Piece(local, span.address, span.length) for local, span in spans]
+            await engine.read(owner, FINGERPRINT, pieces, self.here, seconds)
 
 
 @contextmanager

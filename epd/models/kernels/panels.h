@@ -39,41 +39,53 @@ inline void store(const Linear& c, int64_t panel, int64_t row, int height,
   }
 }
 
-// All rows of one panel of `panel_bytes`. `multiply(tile, how, weight, next, sum)` adds the
-// panel times a tile of rows to `sum`, and fetches ahead as `how` says; `next` is this
-// tile's share of the next panel.
+// One tile of rows times one panel of `panel_bytes`. `multiply(tile, how, weight, next, sum)`
+// adds the product to `sum`, and fetches ahead as `how` says; `next` is where it begins to.
+// The first two tiles fetch the panel that lies `ahead` panels further on, a half each.
 template <class Multiply>
 void run_panel(const Linear& c, const Tiles& tiles, int64_t panel, int64_t panel_bytes, int64_t t,
-               Multiply multiply) {
-  const Fetch how = tiles.count > 2 ? Fetch::none : tiles.count == 1 ? Fetch::stream : Fetch::share;
+               int64_t ahead, Multiply multiply) {
+  const Fetch how = tiles.count == 1 ? Fetch::stream : t < 2 && ahead ? Fetch::share : Fetch::none;
   const char* weight = (const char*)c.weight + panel * panel_bytes;
   __m512 sum[MAX_ROWS][2];
   for (int m = 0; m < tiles.height(t); ++m) sum[m][0] = sum[m][1] = _mm512_setzero_ps();
-  multiply(t, how, weight, weight + panel_bytes + t * panel_bytes / 2, sum);
+  multiply(t, how, weight, weight + ahead * panel_bytes + t * panel_bytes / 2, sum);
   store(c, panel, tiles.start(t), tiles.height(t), sum);
 }
 
-// Every tile of rows times every panel of all layers. Blocks of neighbouring panels go to a
-// thread; with many rows a block stays in L2 over all tiles.
+// Panels [from, end) of one layer times every tile of rows. A block of them stays in L2 over
+// all tiles, beside the next one, which is fetched meanwhile.
+template <class Multiply>
+void run_share(const Linear& c, const Tiles& tiles, int64_t from, int64_t end, int64_t block,
+               int64_t panel_bytes, Multiply multiply) {
+  for (; from < end; from += block) {
+    const int64_t to = std::min(end, from + block);
+    for (int64_t t = 0; t < tiles.count; ++t)
+      for (int64_t panel = from; panel < to; ++panel)
+        run_panel(c, tiles, panel, panel_bytes, t, panel + block < end ? block : 0, multiply);
+  }
+}
+
+// Every tile of rows times every panel of all layers. Shares of neighbouring panels go to
+// whichever thread is free: one that something else on the machine holds up holds the others
+// up for a share at most.
 template <class Multiply>
 void run_panels(const Linear* layers, int count, const Tiles& tiles, int64_t panel_bytes,
                 int threads, Multiply multiply) {
-  constexpr int64_t BLOCK_BYTES = 512 << 10;
+  constexpr int64_t BLOCK_BYTES = 256 << 10, SHARES = 4;
   int64_t panels = 0;
   for (int i = 0; i < count; ++i) panels += panels_of(layers[i].n);
-  int64_t block = tiles.count <= 2 ? 1 : BLOCK_BYTES / panel_bytes;
-  block = std::max<int64_t>(1, std::min(block, panels / threads));
-  const int64_t blocks = (panels + block - 1) / block;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-  for (int64_t i = 0; i < blocks; ++i) {
-    // A block may span two layers.
-    int64_t from = i * block, to = std::min(panels, from + block), first = 0;
+  const int64_t block = tiles.count <= 2 ? 1 : std::max<int64_t>(1, BLOCK_BYTES / panel_bytes);
+  const int64_t share = std::max<int64_t>(1, panels / (threads * SHARES));
+  const int64_t shares = (panels + share - 1) / share;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 1)
+  for (int64_t i = 0; i < shares; ++i) {
+    // A share may span two layers.
+    int64_t from = i * share, to = std::min(panels, from + share), first = 0;
     for (const Linear* layer = layers; from < to; first += panels_of(layer->n), ++layer) {
       const int64_t end = std::min(to, first + panels_of(layer->n));
       if (from >= end) continue;
-      for (int64_t t = 0; t < tiles.count; ++t)
-        for (int64_t panel = from - first; panel < end - first; ++panel)
-          run_panel(*layer, tiles, panel, panel_bytes, t, multiply);
+      run_share(*layer, tiles, from - first, end - first, block, panel_bytes, multiply);
       from = end;
     }
   }
