@@ -53,39 +53,43 @@ void run_panel(const Linear& c, const Tiles& tiles, int64_t panel, int64_t panel
   store(c, panel, tiles.start(t), tiles.height(t), sum);
 }
 
-// Panels [from, end) of one layer times every tile of rows. A block of them stays in L2 over
-// all tiles, beside the next one, which is fetched meanwhile.
+// Panels [from, end) of one layer times every tile of rows. With many rows they stay in L2 over
+// all tiles, beside those that this thread will probably get next, which are fetched meanwhile.
 template <class Multiply>
-void run_share(const Linear& c, const Tiles& tiles, int64_t from, int64_t end, int64_t block,
-               int64_t panel_bytes, Multiply multiply) {
-  for (; from < end; from += block) {
-    const int64_t to = std::min(end, from + block);
-    for (int64_t t = 0; t < tiles.count; ++t)
-      for (int64_t panel = from; panel < to; ++panel)
-        run_panel(c, tiles, panel, panel_bytes, t, panel + block < end ? block : 0, multiply);
+void run_share(const Linear& c, const Tiles& tiles, int64_t from, int64_t end,
+               int64_t panel_bytes, int threads, Multiply multiply) {
+  const int64_t last = panels_of(c.n) - 1;
+  if (tiles.count <= 2) {
+    for (int64_t panel = from; panel < end; ++panel)
+      for (int64_t t = 0; t < tiles.count; ++t)
+        run_panel(c, tiles, panel, panel_bytes, t, panel < last, multiply);
+    return;
   }
+  const int64_t ahead = (end - from) * threads;
+  for (int64_t t = 0; t < tiles.count; ++t)
+    for (int64_t panel = from; panel < end; ++panel)
+      run_panel(c, tiles, panel, panel_bytes, t, panel + ahead <= last ? ahead : 0, multiply);
 }
 
 // Every tile of rows times every panel of all layers. Shares of neighbouring panels go to
 // whichever thread is free: one that something else on the machine holds up holds the others
-// up for a share at most.
+// up for a share at most. Their number is a multiple of the threads'.
 template <class Multiply>
 void run_panels(const Linear* layers, int count, const Tiles& tiles, int64_t panel_bytes,
                 int threads, Multiply multiply) {
-  constexpr int64_t BLOCK_BYTES = 256 << 10, SHARES = 4;
+  constexpr int64_t SHARE_BYTES = 384 << 10, FEW_ROWS = 8;
   int64_t panels = 0;
   for (int i = 0; i < count; ++i) panels += panels_of(layers[i].n);
-  const int64_t block = tiles.count <= 2 ? 1 : std::max<int64_t>(1, BLOCK_BYTES / panel_bytes);
-  const int64_t share = std::max<int64_t>(1, panels / (threads * SHARES));
-  const int64_t shares = (panels + share - 1) / share;
+  const int64_t rounds = tiles.count <= 2 ? FEW_ROWS : panels * panel_bytes / SHARE_BYTES / threads;
+  const int64_t shares = std::min(panels, threads * std::max<int64_t>(1, rounds));
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 1)
   for (int64_t i = 0; i < shares; ++i) {
     // A share may span two layers.
-    int64_t from = i * share, to = std::min(panels, from + share), first = 0;
+    int64_t from = panels * i / shares, to = panels * (i + 1) / shares, first = 0;
     for (const Linear* layer = layers; from < to; first += panels_of(layer->n), ++layer) {
       const int64_t end = std::min(to, first + panels_of(layer->n));
       if (from >= end) continue;
-      run_share(*layer, tiles, from - first, end - first, block, panel_bytes, multiply);
+      run_share(*layer, tiles, from - first, end - first, panel_bytes, threads, multiply);
       from = end;
     }
   }
