@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -42,7 +43,8 @@ class Driver:
         self._waiters: dict[Read, asyncio.Future[None]] = {}
         self._on_settled: list[tuple[Hashable, Callable[[], None]]] = []
         self._under_way: dict[int, tuple[Read, float]] = {}
-        """Ids that Mooncake works on: whose, and since when."""
+        """What Mooncake works on, by ticket: whose, and since when."""
+        self._tickets = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
 
@@ -132,18 +134,19 @@ class Driver:
     def _submitted(self, results: list[Result]) -> None:
         now = time.monotonic()
         for read, piece, batch_id in results:
-            self._flow.submitted(read, piece, batch_id)
-            if batch_id is not None:
-                self._under_way[batch_id] = (read, now)
-                self._watcher.watch(batch_id)
+            ticket = None if batch_id is None else next(self._tickets)
+            self._flow.submitted(read, piece, ticket)
+            if ticket is not None and batch_id is not None:
+                self._under_way[ticket] = (read, now)
+                self._watcher.watch(ticket, batch_id)
             self._wake(read)
         self._pump()
         self._after_settled()
 
     def _ended(self, ended: Ended) -> None:
-        for batch_id, ok in ended:
-            read, _ = self._under_way.pop(batch_id)
-            self._flow.finished(read, batch_id, ok=ok)
+        for ticket, ok in ended:
+            read, _ = self._under_way.pop(ticket)
+            self._flow.finished(read, ticket, ok=ok)
             self._wake(read)
         self._pump()
         self._after_settled()

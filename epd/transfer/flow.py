@@ -103,20 +103,20 @@ class Flow:
                 del self._queues[name]
         return taken
 
-    def submitted(self, read: Read, piece: Piece, batch_id: int | None) -> None:
-        """A taken piece has its id now, or None: refused, or skipped as stopped."""
+    def submitted(self, read: Read, piece: Piece, ticket: int | None) -> None:
+        """Mooncake has a taken piece, under this ticket; None: refused, or skipped as stopped."""
         read.submitting -= 1
-        if batch_id is not None:
-            read.ids[batch_id] = piece
+        if ticket is not None:
+            read.ids[ticket] = piece
         else:
             self._give(read.name, piece)
             if not read.stopped:
                 self.stop(read, "the engine refused a descriptor")
         self._forget_if_settled(read)
 
-    def finished(self, read: Read, batch_id: int, ok: bool) -> None:
-        """An id is terminal. A failed one stops its read."""
-        piece = read.ids.pop(batch_id)
+    def finished(self, read: Read, ticket: int, ok: bool) -> None:
+        """A ticket is terminal. A failed one stops its read."""
+        piece = read.ids.pop(ticket)
         self._give(read.name, piece)
         if not ok and not read.stopped:
             self.stop(read, "the engine reports a failed read")

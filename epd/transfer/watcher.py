@@ -18,7 +18,7 @@ from epd.transfer.submitter import Native
 log = logging.getLogger("epd.transfer")
 
 Ended = list[tuple[int, bool]]
-"""Ids that are terminal, and whether their bytes are here."""
+"""Tickets of ids that are terminal, and whether their bytes are here."""
 
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.002
 _SHARE = 0.25
@@ -26,10 +26,14 @@ _SHARE = 0.25
 
 
 class Watcher:
-    """Follows every id to its end; calls `deliver(ended)` on its own thread."""
+    """Follows every id to its end; calls `deliver(ended)` on its own thread.
+
+    An id is an address that Mooncake gives away again as soon as its end was seen, maybe
+    before anybody heard of that end: so each has a ticket, which stays its own.
+    """
 
     def __init__(self, native: Native, deliver: Callable[[Ended], None]) -> None:
-        self._new: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._new: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._stopping = False
         # A daemon, and the only one that refers to the engine: see Submitter.
         self._thread = threading.Thread(
@@ -37,9 +41,9 @@ class Watcher:
         )
         self._thread.start()
 
-    def watch(self, batch_id: int) -> None:
+    def watch(self, ticket: int, batch_id: int) -> None:
         """Follow it from now on."""
-        self._new.put(batch_id)
+        self._new.put((ticket, batch_id))
 
     @property
     def alive(self) -> bool:
@@ -61,29 +65,30 @@ class Watcher:
             log.critical("transfer: following reads failed", exc_info=True)
 
     def _follow(self, native: Native, deliver: Callable[[Ended], None]) -> None:
-        watched: set[int] = set()
+        watched: dict[int, int] = {}
         news = time.monotonic()
         while not self._stopping:
             if self._take(watched):
                 news = time.monotonic()
             # 0: waiting; -2: late, but Mooncake still works on it. Only 1 and -1 are
             # ends, and an id is gone after its end: never ask again.
-            states = ((one, native.transfer_check_status(one)) for one in watched)
-            ended = [(one, state == 1) for one, state in states if state in (1, -1)]
+            states = ((t, native.transfer_check_status(one)) for t, one in watched.items())
+            ended = [(ticket, state == 1) for ticket, state in states if state in (1, -1)]
             if ended:
-                watched -= {one for one, _ in ended}
+                for ticket, _ in ended:
+                    del watched[ticket]
                 deliver(ended)
                 news = time.monotonic()
             elif watched:
                 time.sleep(pause_after(time.monotonic() - news))
 
-    def _take(self, watched: set[int]) -> bool:
+    def _take(self, watched: dict[int, int]) -> bool:
         """Add what is new; waits while there is nothing to follow. True if there was any."""
         before = len(watched)
         while not (self._stopping or (watched and self._new.empty())):
-            one = self._new.get()
-            if one is not None:
-                watched.add(one)
+            new = self._new.get()
+            if new is not None:
+                watched[new[0]] = new[1]
         return len(watched) > before
 
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator
 
@@ -284,6 +285,46 @@ async def test_a_watcher_that_dies_is_reported_and_shows_as_stuck(
     assert not await driver.stop(0.05)
     with pytest.raises(ReadFailed):
         await task
+
+
+class ReusingMooncake(FakeMooncake):
+    """Gives an id away again at once, as the real one does: ids are addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mutex = threading.Lock()
+        self.default = DONE
+
+    def batch_transfer_async_read(
+        self, name: str, local: list[int], remote: list[int], lengths: list[int]
+    ) -> int:
+        time.sleep(0.0003)
+        with self.mutex:
+            batch_id = next(one for one in itertools.count(1000) if one not in self.status)
+            self.status[batch_id] = self.default
+        return batch_id
+
+    def transfer_check_status(self, batch_id: int) -> int:
+        with self.mutex:
+            status = super().transfer_check_status(batch_id)
+        time.sleep(0.0005)  # the end is seen, and not told yet
+        return status
+
+
+async def test_an_id_that_is_given_away_again_at_once_is_not_mistaken() -> None:
+    fake = ReusingMooncake()
+    driver = Driver(fake, late_s=5)  # type: ignore[arg-type]
+
+    async def one(name: str, count: int) -> None:
+        told: list[Piece] = []
+        await driver.run(name, parts(count), object(), None, told.append)
+        assert sorted(told) == parts(count)
+
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(one(f"{n % 9}:1", 20 + n) for n in range(30)))
+    assert await driver.stop(2.0)
+    driver._flow.check_integrity()
+    assert fake.status == {}
 
 
 async def test_nobody_looks_while_nothing_is_read(driver: Driver, fake: FakeMooncake) -> None:
