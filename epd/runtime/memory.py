@@ -85,4 +85,3 @@ class OwnedMemory:
 
     async def close(self) -> None:
         await self.engine.close()
-

@@ -30,10 +30,6 @@ but those that queue behind a stopped peer's connections wait for a second, thir
 ... progress timeout: with one each, all memory is back after the first. A stopped
 peer holds only its own window, so others go on."""
 
-WINDOW_BYTES = 16 << 20
-"""Bytes under way per peer, unless it is one descriptor: what is under way arrives at about
-the same time, and is summed after that. Four of the longest descriptors keep both ends busy."""
-
 
 @dataclass(slots=True, eq=False)
 class Read:
@@ -48,6 +44,7 @@ class Read:
     arrived: Arrived | None = None
     """Told of each piece as it is here, until the read is stopped."""
     ids: dict[int, Piece] = field(default_factory=dict)
+    """What Mooncake works on, by ticket."""
     submitting: int = 0
     failure: str | None = None
     stopped: bool = False
@@ -63,22 +60,13 @@ class Read:
         return self.stopped and not self.settled
 
 
-@dataclass(slots=True)
-class _Used:
-    """What is under way with one peer."""
-
-    descriptors: int = 0
-    nbytes: int = 0
-
-
 class Flow:
     """Round robin over the reads of each peer, within a window per peer."""
 
-    def __init__(self, window: int = WINDOW, window_bytes: int = WINDOW_BYTES) -> None:
+    def __init__(self, window: int = WINDOW) -> None:
         self.window = window
-        self.window_bytes = window_bytes
         self._queues: dict[str, deque[Read]] = {}  # reads with something to submit
-        self._used: dict[str, _Used] = {}
+        self._slots: dict[str, int] = {}  # descriptors under way
         self._reads: set[Read] = set()
 
     def add(self, read: Read) -> None:
@@ -91,25 +79,27 @@ class Flow:
         """What to submit now; each comes back through `submitted`."""
         taken = []
         for name, queue in list(self._queues.items()):
-            while queue and self._has_room(name, queue[0].todo[0]):
+            free = self.window - self._slots.get(name, 0)
+            while queue and free > 0:
                 read = queue.popleft()
-                piece = read.todo.popleft()
-                taken.append((read, piece))
+                taken.append((read, read.todo.popleft()))
                 read.submitting += 1
-                self._take(name, piece)
+                free -= 1
                 if read.todo:
                     queue.append(read)
+            self._set_slots(name, self.window - free)
             if not queue:
                 del self._queues[name]
         return taken
 
     def submitted(self, read: Read, piece: Piece, ticket: int | None) -> None:
-        """Mooncake has a taken piece, under this ticket; None: refused, or skipped as stopped."""
+        """Mooncake has a taken piece, under this ticket; None: refused, or skipped as
+        stopped."""
         read.submitting -= 1
         if ticket is not None:
             read.ids[ticket] = piece
         else:
-            self._give(read.name, piece)
+            self._set_slots(read.name, self._slots[read.name] - 1)
             if not read.stopped:
                 self.stop(read, "the engine refused a descriptor")
         self._forget_if_settled(read)
@@ -117,7 +107,7 @@ class Flow:
     def finished(self, read: Read, ticket: int, ok: bool) -> None:
         """A ticket is terminal. A failed one stops its read."""
         piece = read.ids.pop(ticket)
-        self._give(read.name, piece)
+        self._set_slots(read.name, self._slots[read.name] - 1)
         if not ok and not read.stopped:
             self.stop(read, "the engine reports a failed read")
         if read.arrived and not read.stopped:
@@ -145,7 +135,7 @@ class Flow:
     @property
     def outstanding(self) -> int:
         """Descriptors with Mooncake or on their way to it."""
-        return sum(used.descriptors for used in self._used.values())
+        return sum(self._slots.values())
 
     @property
     def unsettled(self) -> int:
@@ -162,30 +152,15 @@ class Flow:
             assert not read.settled, read
             assert not (read.stopped and read.todo), read
             count[read.name] = count.get(read.name, 0) + len(read.ids) + read.submitting
-        used = {name: used.descriptors for name, used in self._used.items()}
-        assert {name: n for name, n in count.items() if n} == used
-        for room in self._used.values():
-            assert 0 < room.descriptors <= self.window
-            assert room.nbytes <= self.window_bytes or room.descriptors == 1
+        assert {name: n for name, n in count.items() if n} == self._slots
+        assert all(n <= self.window for n in self._slots.values())
 
-    def _has_room(self, name: str, piece: Piece) -> bool:
-        used = self._used.get(name)
-        return used is None or (
-            used.descriptors < self.window and used.nbytes + piece.length <= self.window_bytes
-        )
-
-    def _take(self, name: str, piece: Piece) -> None:
-        used = self._used.setdefault(name, _Used())
-        used.descriptors += 1
-        used.nbytes += piece.length
-
-    def _give(self, name: str, piece: Piece) -> None:
-        used = self._used[name]
-        used.descriptors -= 1
-        used.nbytes -= piece.length
-        assert used.nbytes >= 0, (name, used)
-        if not used.descriptors:
-            del self._used[name]
+    def _set_slots(self, name: str, count: int) -> None:
+        assert count >= 0, (name, count)
+        if count:
+            self._slots[name] = count
+        else:
+            self._slots.pop(name, None)
 
     def _forget_if_settled(self, read: Read) -> None:
         if read.settled:

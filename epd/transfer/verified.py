@@ -60,8 +60,9 @@ class Arrivals:
     """Which spans of local memory are whole, told part by part. Pure."""
 
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Of (address, bytes), in any order; no two overlap."""
-        self._order = sorted(range(len(spans)), key=lambda i: spans[i][0])
+        """Of (address, bytes), in any order; no two overlap. Empty ones are never told of."""
+        filled = [i for i, (_, nbytes) in enumerate(spans) if nbytes]
+        self._order = sorted(filled, key=lambda i: spans[i][0])
         self._starts = [spans[i][0] for i in self._order]
         self._missing = [spans[i][1] for i in self._order]
         self._ends = [spans[i][0] + spans[i][1] for i in self._order]

@@ -62,7 +62,7 @@ async def test_neighbouring_blocks_need_few_descriptors(reader: Reader, owner: P
     size = 1 << 16
     pieces = [reader.piece(owner, i * size, i * size, size) for i in range(512)]
     stats = await reader.read(owner, *pieces)
-    assert stats.descriptors == 8  # type: ignore[attr-defined]
+    assert stats.descriptors == 4  # type: ignore[attr-defined]
     assert reader.memory.bytes[: 512 * size] == content(SEED, 512 * size)
 
 

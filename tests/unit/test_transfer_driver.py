@@ -335,9 +335,7 @@ async def test_nobody_looks_while_nothing_is_read(driver: Driver, fake: FakeMoon
     assert fake.looks == looks == 3
 
 
-async def test_a_long_read_is_looked_after_now_and_then(
-    driver: Driver, fake: FakeMooncake
-) -> None:
+async def test_a_long_read_is_looked_after_now_and_then(driver: Driver, fake: FakeMooncake) -> None:
     task = start(driver)
     await until(lambda: fake.status)
     await asyncio.sleep(0.5)

@@ -168,27 +168,6 @@ def test_an_answer_about_an_unknown_id_is_caught() -> None:
         flow.finished(read, 2, ok=True)
 
 
-def test_few_large_pieces_fill_a_window_and_one_passes_whatever_its_size() -> None:
-    flow = Flow(window=4, window_bytes=100)
-    sizes = [60, 40, 1, 500, 1, 1]
-    read = Read("a:1", deque(Piece(1000 * i, 0, n) for i, n in enumerate(sizes)), object())
-    flow.add(read)
-    first, second = (piece for _, piece in flow.take())
-    assert (first.length, second.length) == (60, 40)
-    flow.submitted(read, first, 1)
-    flow.submitted(read, second, 2)
-    flow.finished(read, 2, ok=True)
-    third = flow.take()[0][1]
-    assert third.length == 1
-    assert flow.take() == [], "500 wait for an empty window, and the rest behind them"
-    flow.submitted(read, third, 3)
-    flow.finished(read, 1, ok=True)
-    assert flow.take() == []
-    flow.finished(read, 3, ok=True)
-    assert [piece.length for _, piece in flow.take()] == [500]
-    flow.check_integrity()
-
-
 def test_a_read_is_told_of_what_arrived_until_it_is_stopped() -> None:
     told: list[int] = []
     flow = Flow()

@@ -41,7 +41,9 @@ def test_a_span_is_whole_with_its_last_byte(
     found: list[int] = []
     for part in parts:
         here.update(range(part.local, part.local + part.length))
-        whole = {i for i, (start, n) in enumerate(spans) if n and here >= {*range(start, start + n)}}
+        whole = {
+            i for i, (start, n) in enumerate(spans) if n and here >= {*range(start, start + n)}
+        }
         found += arrivals.add(part)
         assert sorted(found) == sorted(whole)
 

@@ -54,14 +54,10 @@ class Pull:
         self.loop.run(self._read(handle, spans, verify))
         self.leases.release(lease)
 
-    async def _read(
-        self, handle: Handle, spans: Sequence[tuple[int, Span]], verify: bool
-    ) -> None:
+    async def _read(self, handle: Handle, spans: Sequence[tuple[int, Span]], verify: bool) -> None:
         engine, owner, seconds = self.engine, handle.owner, handle.read_deadline_ms / 1000
         if verify:
-            await read_verified(
-                engine, owner, FINGERPRINT, spans, self.here, seconds, what="bench"
-            )
+            await read_verified(engine, owner, FINGERPRINT, spans, self.here, seconds, what="bench")
         else:
             pieces = [Piece(local, span.address, span.length) for local, span in spans]
             await engine.read(owner, FINGERPRINT, pieces, self.here, seconds)
