@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,11 @@ class PeerProcess:
     def stop(self) -> None:
         """SIGSTOP: alive for TCP, dead for everyone who waits for it."""
         os.kill(self.pid, signal.SIGSTOP)
+        # On a crowded machine one thread may go on until another has seen the signal.
+        end = time.monotonic() + 5
+        while not all(_stopped(task) for task in Path(f"/proc/{self.pid}/task").iterdir()):
+            assert time.monotonic() < end, "the peer does not stop"
+            time.sleep(0.001)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -97,6 +103,10 @@ class PeerProcess:
         line = self._process.stdout.readline()
         assert line, f"peer ended with {self._process.wait(10)}"
         return json.loads(line)
+
+
+def _stopped(task: Path) -> bool:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def handles() -> dict[str, int]:
