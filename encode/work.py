@@ -34,6 +34,8 @@ class Work:
 
     waiters: list[Ticket] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
+    decoded: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its picture is decoded, or never will be."""
     prepared: PreparedImage | None = None
     extent: Extent | None = None
     """From joining a batch until its result."""

@@ -90,9 +90,15 @@ class Works:
         self.batcher.admit(number)
         over = asyncio.get_running_loop().create_future()
         work = Work(number, key, job, nbytes, len(job.image), over)
+        first = self._first_of(job.request_id)
         self._works[number] = work
-        work.task = asyncio.create_task(self._prepare(work), name=f"prepare {job.request_id}")
+        name = f"prepare {job.request_id}"
+        work.task = asyncio.create_task(self._prepare(work, first), name=name)
         return work
+
+    def _first_of(self, request_id: str) -> Work | None:
+        works = self._works.values()
+        return next((work for work in works if work.job.request_id == request_id), None)
 
     def _check_queue(self, more: int) -> None:
         """The queue is bounded in bytes too: it holds compressed files."""
@@ -118,6 +124,7 @@ class Works:
     def _end(self, work: Work) -> None:
         del self._works[work.number]
         work.prepared = None
+        work.decoded.set()
         if not work.over.done():
             work.over.set_result(None)
 
@@ -126,8 +133,11 @@ class Works:
         self._end(work)
         self._ended(work, error)
 
-    async def _prepare(self, work: Work) -> None:
-        """Decode one picture in its turn."""
+    async def _prepare(self, work: Work, first: Work | None) -> None:
+        """Decode one picture in its turn. A request's `first` one alone: prefill can do
+        nothing with the others before it, and side by side all come late, in any order."""
+        if first is not None:
+            await first.decoded.wait()
         await self._images.place.acquire()
         try:
             work.queue_ms = work.since.ms
@@ -141,6 +151,7 @@ class Works:
             logger.exception("a picture can't be prepared")
             self._fail(work, internal(work.name))
         finally:
+            work.decoded.set()
             if work.prepared is None:
                 self._images.place.release()
         if work.prepared is not None:

@@ -292,6 +292,21 @@ async def test_the_next_pictures_are_decoded_while_the_tower_runs() -> None:
     await bench.close()
 
 
+async def test_a_requests_first_picture_is_decoded_and_encoded_first(bench: Bench) -> None:
+    bench.pictures.gate.clear()
+    tickets = [bench.worker.submit(job(picture, "a")) for picture in (1, 2, 3)]
+    tickets.append(bench.worker.submit(job(4, "b")))
+    await asyncio.sleep(0.02)
+    assert set(bench.pictures.decoded) == {1, 4}, "another request's waits for nobody"
+    bench.worker.close(tickets[0], clean=True)
+    await asyncio.sleep(0.02)
+    assert set(bench.pictures.decoded) == {1, 2, 3, 4}, "it left: nobody waits for it"
+    bench.pictures.gate.set()
+    for ticket in tickets[1:]:
+        await asyncio.wait_for(ticket.finished, 5)
+        bench.worker.close(ticket, clean=True)
+
+
 async def test_a_batch_holds_no_more_patches_than_allowed() -> None:
     bench = Bench(encode__batch_patches=2 * ROWS - 1)
     bench.tower.gate.clear()
