@@ -210,7 +210,8 @@ class Gateway:
         await self._public.stop(STOP_S)
         await self._observation.close()
         await self._pipeline.drain()
-        await self._membership.stop(0)
+        # Workers that stop, too, leave by themselves meanwhile.
+        await self._membership.stop(STOP_S)
         await self._connections.close()
         await self._preparer.close()
 

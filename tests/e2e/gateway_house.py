@@ -89,9 +89,9 @@ class House:
                 await asyncio.sleep(0.01)
 
     async def close(self) -> None:
+        # Workers first: a gateway that closes gives them a second to leave.
+        await asyncio.gather(*(fake.stop() for fake in self.fakes))
         await self.gateway.close()
-        for fake in self.fakes:
-            await fake.stop()
 
     @property
     def journal(self) -> list[str]:
