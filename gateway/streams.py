@@ -142,7 +142,12 @@ class StageStream:
             pass
         except TimeoutError:
             self.abort()
-        await asyncio.wait(self._tasks)
+        reading, writing = self._tasks
+        await asyncio.wait({reading})
+        # The call is over. A write to one that was given up before it reached its worker
+        # would wait for ever: grpc.aio (1.85) wakes it only when the call's head was sent.
+        writing.cancel()
+        await asyncio.wait({writing})
 
     async def _read(self) -> None:
         try:
