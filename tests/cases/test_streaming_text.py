@@ -148,7 +148,7 @@ async def test_str_05_characters_are_never_broken(house: House, per_message: int
     [
         (ErrorKind.OVERLOADED, 429),
         (ErrorKind.STAGE_UNAVAILABLE, 503),
-        (ErrorKind.INVALID_REQUEST, 400),
+        (ErrorKind.CONTEXT_LENGTH_EXCEEDED, 400),
         (ErrorKind.DEADLINE_EXCEEDED, 504),
         (ErrorKind.INTERNAL, 500),
     ],
