@@ -99,7 +99,8 @@ class Worker:
             torch.cat(ids), torch.cat(positions, 1), sequences, range(total), rows or None
         )
         logits = self.lm.forward(batch, self.pool)
-        return list(logits.split([n for _, n in work]))
+        # torch.split, not the method: that one has no types in torch.
+        return list(torch.split(logits, [n for _, n in work]))
 
     def _image_rows(self, request: Request, start: int, end: int) -> slice:
         image, prompt = self.lm.spec.image_token_id, len(request.prompt_ids)
