@@ -6,6 +6,7 @@ forks of a helper share most of what they have, so their sum is rather the PSS.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import urllib.request
@@ -77,8 +78,9 @@ def _helpers(process: psutil.Process, parts: Mapping[int, str]) -> dict[str, lis
     found: dict[str, list[psutil.Process]] = defaultdict(list)
     for child in process.children():
         if child.pid not in parts:
-            for helper in (child, *child.children(recursive=True)):
-                found[_task(helper.cmdline())].append(helper)
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended, or a zombie
+                for helper in (child, *child.children(recursive=True)):
+                    found[_task(helper.cmdline())].append(helper)
     return dict(found)
 
 

@@ -63,7 +63,11 @@ def family() -> Iterator[subprocess.Popen[str]]:
 
 def test_helpers_have_a_row_of_their_own(family: subprocess.Popen[str]) -> None:
     service = Service("", "m", os.getpid(), {"encode-0": family.pid})
+    # An ended child that nobody has collected yet is no row, and no trouble.
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
     rows = [line.split("|")[1].strip() for line in memory(service).splitlines()[2:]]
+    ended.wait()
     assert rows[0] == "epd serve"
     assert rows[-2:] == ["encode-0", "encode-0: encode.decoder"]
     assert rows.count("encode-0: encode.decoder") == 1

@@ -134,11 +134,13 @@ def costliest_exif() -> bytes:
     return b"Exif\0\0II*\0" + struct.pack("<IH", 8, count) + entries + bytes(30)
 
 
-def test_the_costliest_plain_headers_take_no_time() -> None:
+@pytest.mark.filterwarnings("ignore:Tag data larger than file")
+def test_the_costliest_plain_headers_are_cheap() -> None:
+    """Milliseconds; hostile ones take many seconds, which is all that the bound tells apart."""
     profile = chunk(b"iCCP", b"p\0\0" + zlib.compress(bytes(7 << 20), 9)[: 8 << 10])
     for data in (png_with(profile), jpeg_with((0xE1, costliest_exif()))):
         assert is_plain(data)
         began = time.process_time()
         with contextlib.suppress(EpdError):  # Pillow stops at a megabyte
             images.read_header(data, LimitsConfig(), "x")
-        assert time.process_time() - began < 0.1
+        assert time.process_time() - began < 1.0
