@@ -109,13 +109,24 @@ async def test_a_clients_fault_has_the_stages_words_and_the_clients_field(
     assert error["message"] == "9 are too many, 8 may be"
 
 
-@pytest.mark.parametrize("inner", ["job.request_id", "embedding_ready.index", "kv_ready", None])
-async def test_a_fault_in_the_inner_protocol_is_ours(house: House, inner: str | None) -> None:
+@pytest.mark.parametrize(
+    ("inner", "code"),
+    [
+        ("job.request_id", "internal_error"),
+        (None, "internal_error"),
+        # Words of another stage, which the gateway only passed on.
+        ("embedding_ready.index", "contract_mismatch"),
+        ("kv_ready", "contract_mismatch"),
+    ],
+)
+async def test_a_fault_in_the_inner_protocol_is_ours(
+    house: House, inner: str | None, code: str
+) -> None:
     """A stage calls it invalid, since the gateway sent it; the client has no such field."""
     house.script.hooks["prefill.job"] = failing(ErrorKind.INVALID_REQUEST, SAID, inner)
     reply = await house.chat()
     error = reply.json()["error"]
-    assert (reply.status, error["code"], error["param"]) == (500, "internal_error", None)
+    assert (reply.status, error["code"], error["param"]) == (500, code, None)
     check(error["message"])
 
 
