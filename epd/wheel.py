@@ -20,7 +20,10 @@ EXTRAS = {
 }
 """Distribution -> our extra that installs it."""
 
-_BY_CUDA_MAJOR = {None: "cpu", 12: "cuda", 13: "cuda13"}
+_CUDA_MAJORS = {"cpu": None, "cuda": 12, "cuda13": 13}
+"""Extra -> CUDA major version that its build is for."""
+
+_BY_CUDA_MAJOR = {major: extra for extra, major in _CUDA_MAJORS.items()}
 
 
 def installed_wheels() -> dict[str, str]:
@@ -48,7 +51,11 @@ def torch_cuda_major() -> int | None:
 
 
 def wheel_problem(wheels: dict[str, str], device: str, cuda_major: int | None) -> str | None:
-    """What is wrong with the installed builds for a worker on this device, in one sentence."""
+    """What is wrong with the installed builds for a worker on this device, in one sentence.
+
+    A CPU worker takes the CPU build with any torch, and a CUDA build with a torch of the
+    same CUDA version: one for another looks for libraries that torch doesn't bring.
+    """
     on_gpu = device.startswith("cuda")
     wanted = _BY_CUDA_MAJOR.get(cuda_major if on_gpu else None)
     if on_gpu and (cuda_major is None or wanted is None):
@@ -63,13 +70,18 @@ def wheel_problem(wheels: dict[str, str], device: str, cuda_major: int | None) -
             f"pip uninstall -y {' '.join(wheels)}, then pip install 'epd[{wanted}]'"
         )
     (name,) = wheels
-    if EXTRAS[name] == wanted or (not on_gpu and cuda_major is not None):
+    matching = _BY_CUDA_MAJOR.get(cuda_major, wanted)
+    if EXTRAS[name] in (wanted, matching):
         return None
-    built = "is a CPU build" if cuda_major is None else f"is built for CUDA {cuda_major}"
     return (
-        f"{name} (extra '{EXTRAS[name]}') is the wrong Mooncake build: torch {built} and the "
-        f"device is {device}; pip uninstall -y {name}, then pip install 'epd[{wanted}]'"
+        f"{name} ({_built(_CUDA_MAJORS[EXTRAS[name]])}) is the wrong Mooncake build: torch is "
+        f"{_built(cuda_major)} and the device is {device}; "
+        f"pip uninstall -y {name}, then pip install 'epd[{matching}]'"
     )
+
+
+def _built(cuda_major: int | None) -> str:
+    return "a CPU build" if cuda_major is None else f"built for CUDA {cuda_major}"
 
 
 def require_mooncake(device: str) -> str:

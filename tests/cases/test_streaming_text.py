@@ -19,6 +19,7 @@ from gateway.checkpoint import Loaded
 from protos.epd.v1 import common_pb2
 from tests.e2e.fake_stages import Call, fail
 from tests.e2e.gateway_house import House
+from tests.e2e.http_client import post
 from tests.e2e.test_gateway_bounds import opened
 
 pytestmark = pytest.mark.timeout(60)
@@ -141,6 +142,18 @@ async def test_str_05_characters_are_never_broken(house: House, per_message: int
     cut = deltas(await house.stream())
     assert "".join(cut) == house.gateway.service.tokenizer.decode(house.script.output)
     assert "\ufffd" not in "".join(cut[:-2]), "decided before the end"
+
+
+async def test_str_06_a_prompt_that_ends_in_half_a_character_is_not_sent_back(
+    house: House,
+) -> None:
+    tokenizer = house.gateway.service.tokenizer
+    ids = tokenizer.encode("PROMPT \U0001f336", add_special_tokens=False).ids
+    expected = tokenizer.decode(house.script.output)
+    for cut in range(1, len(ids) + 1):
+        asked = {"model": "demo", "prompt": ids[:cut]}
+        reply = await post(house.http, "/v1/completions", asked)
+        assert reply.json()["choices"][0]["text"] == expected
 
 
 @pytest.mark.parametrize(

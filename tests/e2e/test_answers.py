@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,8 +12,20 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from tests.e2e.cluster import Cluster, request
-from tests.e2e.conftest import COLOUR, answer, demo_questions, grey_png, picture, user
+from epd.models.spec import read_spec
+from epd.models.weights import read_header, weight_files
+from tests.e2e.cluster import DEMO_CHECKPOINT, ROOT, STAGES, Cluster, request
+from tests.e2e.conftest import (
+    COLOUR,
+    PICTURES,
+    answer,
+    demo_questions,
+    grey_png,
+    picture,
+    user,
+)
+
+BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @pytest.mark.parametrize("known", demo_questions(), ids=lambda known: known["question"])
@@ -27,6 +42,16 @@ def test_the_picture_decides_the_answer(client: OpenAI) -> None:
     # Again, now that caches hold both: same-sized pictures never share state.
     assert answer(client, picture("red_circle.png"), COLOUR) == red
     assert answer(client, picture("blue_circle.png"), COLOUR) == blue
+
+
+@pytest.mark.parametrize(("name", "word"), [("red_circle.png", "red"), ("blue_circle.png", "blue")])
+def test_epd_chat_asks_about_a_picture(cluster: Cluster, name: str, word: str) -> None:
+    """The command as a person types it, in a process of its own."""
+    command = [sys.executable, "-m", "epd.cli", "chat", "--url", cluster.base_url]
+    command += ["--image", str(PICTURES / name), COLOUR]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"The circle is {word}."
 
 
 def test_two_pictures_stay_in_order(client: OpenAI) -> None:
@@ -46,6 +71,19 @@ def test_one_token_never_touches_decode(cluster: Cluster, client: OpenAI) -> Non
     before = cluster.worker("decode").debug_state()["steps"]
     assert answer(client, picture("red_circle.png"), COLOUR, max_tokens=1)
     assert cluster.worker("decode").debug_state()["steps"] == before
+
+
+def test_each_process_holds_the_weights_of_its_part_only(cluster: Cluster) -> None:
+    """Bytes of the model's parameters in each process, against the checkpoint's files."""
+    size = BYTES[read_spec(str(DEMO_CHECKPOINT)).dtype]
+    stored = {"vision": 0, "lm": 0}
+    for file in weight_files(DEMO_CHECKPOINT):
+        for name, tensor in read_header(file).items():
+            part = "vision" if name.startswith("model.visual.") else "lm"
+            stored[part] += math.prod(tensor["shape"]) * size
+    assert min(stored.values()) > 0
+    held = {stage: cluster.worker(stage).debug_state()["weights_bytes"] for stage in STAGES}
+    assert held == {"encode": stored["vision"], "prefill": stored["lm"], "decode": stored["lm"]}
 
 
 def test_streaming_gives_the_same_text_in_pieces(cluster: Cluster, client: OpenAI) -> None:

@@ -93,17 +93,6 @@ async def test_what_completions_refuse(house: House, fields: dict[str, Any], par
     assert house.journal == []
 
 
-async def test_str_06_a_prompt_that_ends_in_half_a_character_is_not_sent_back(
-    house: House,
-) -> None:
-    tokenizer = house.gateway.service.tokenizer
-    ids = tokenizer.encode("PROMPT \U0001f336", add_special_tokens=False).ids
-    expected = tokenizer.decode(house.script.output)
-    for cut in range(1, len(ids) + 1):
-        reply = await complete(house, prompt=ids[:cut])
-        assert reply.json()["choices"][0]["text"] == expected
-
-
 async def test_tokenize_and_back(house: House) -> None:
     reply = await post(house.http, "/tokenize", {"prompt": "red <|im_end|>"})
     tokens = reply.json()["tokens"]

@@ -187,37 +187,9 @@ async def test_a_bad_schema_of_a_forced_tool_is_400(tools: House) -> None:
     assert (reply.status, reply.json()["error"]["param"]) == (400, "tools")
 
 
-@pytest.mark.parametrize("stop", ["}", "\n", "Bern"])
-async def test_str_14_a_stop_string_in_a_call_loses_nothing(tools: House, stop: str) -> None:
-    say(tools, f"Look:\n{CALL}")
-    whole = (await tools.chat(tools=[WEATHER], stop=stop)).json()["choices"][0]
-    events = await tools.stream(tools=[WEATHER], stop=stop)
-    content = arguments = ""
-    for event in events[:-1]:
-        delta = event["choices"][0]["delta"]
-        content += delta.get("content") or ""
-        for call in delta.get("tool_calls", ()):
-            arguments += call["function"]["arguments"]
-    calls = whole["message"].get("tool_calls", [])
-    assert content == (whole["message"]["content"] or "")
-    assert arguments == "".join(call["function"]["arguments"] for call in calls)
-    assert whole["finish_reason"] == events[-2]["choices"][0]["finish_reason"]
-    assert whole["finish_reason"] == "stop", "the call is not whole"
-    seen = f"Look:\n{CALL}".split(stop)[0]
-    assert seen.startswith(content.rstrip())
-    assert arguments in seen
-
-
 async def test_a_template_without_tools_refuses_them_by_name(house: House) -> None:
     reply = await house.chat(tools=[WEATHER])
     assert (reply.status, reply.json()["error"]["param"]) == (400, "tools")
     user = {"role": "user", "content": "a"}
     reply = await house.chat(messages=[user, called("a", "{}")])
     assert reply.json()["error"]["param"] == "messages[1].tool_calls"
-
-
-async def test_prm_04_text_in_arguments_that_speaks_of_images_is_text(tools: House) -> None:
-    arguments = '{"city": "\\"type\\": \\"image_url\\" data:image/png;base64,AAAA"}'
-    messages = [{"role": "user", "content": "a"}, called("a", arguments), result("a", "b")]
-    usage = (await tools.chat(messages=messages)).json()["usage"]
-    assert usage["prompt_tokens_details"]["image_tokens"] == 0

@@ -31,6 +31,7 @@ CPU, CUDA, CUDA13 = (
         ([CUDA], "cuda", 12),
         ([CUDA13], "cuda:1", 13),
         ([CUDA], "cpu", 12),  # a GPU machine serving from its CPU
+        ([CUDA13], "cpu", 13),
     ],
 )
 def test_fitting_builds(wheels: list[str], device: str, cuda_major: int | None) -> None:
@@ -47,6 +48,13 @@ def test_fitting_builds(wheels: list[str], device: str, cuda_major: int | None) 
         ([CUDA], "cpu", None, "wrong Mooncake build: torch is a CPU build"),
         ([CPU], "cuda", 12, "pip install 'epd[cuda]'"),
         ([CUDA], "cuda", 13, "pip install 'epd[cuda13]'"),
+        # A CPU worker too: each row one of the two versions, or the cure.
+        ([CUDA], "cpu", 13, f"{CUDA} (built for CUDA 12) is the wrong Mooncake build"),
+        ([CUDA], "cpu", 13, "torch is built for CUDA 13 and the device is cpu"),
+        ([CUDA], "cpu", 13, "pip install 'epd[cuda13]'"),
+        ([CUDA13], "cpu", 12, f"{CUDA13} (built for CUDA 13) is the wrong Mooncake build"),
+        ([CUDA13], "cpu", 12, "pip install 'epd[cuda]'"),
+        ([CUDA13], "cpu", 11, "pip install 'epd[cpu]'"),  # no build is for CUDA 11
         ([CPU], "cuda", None, "torch is built without CUDA"),
         ([CUDA], "cuda", 11, "torch is built for CUDA 11"),
     ],

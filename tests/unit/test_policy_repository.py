@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from setuptools import find_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -63,12 +64,30 @@ def test_every_proto_field_and_message_can_be_read_by_the_stages() -> None:
         assert "package epd.v1;" in path.read_text(), path
 
 
-def test_the_wheel_holds_the_service_and_nothing_else() -> None:
-    found = find_packages(str(ROOT), **PROJECT["tool"]["setuptools"]["packages"]["find"])
-    top = {name.partition(".")[0] for name in found}
-    assert top == {"epd", "protos", *STAGES}
-    data = PROJECT["tool"]["setuptools"]["package-data"]["*"]
-    assert {"py.typed", "*.proto", "*.pyi"} <= set(data)
+def test_the_wheel_holds_the_service_and_nothing_else(tmp_path: Path) -> None:
+    """Built from a copy of what is tracked, offline, by the backend that pip would call."""
+    pytest.importorskip("setuptools.build_meta")
+    source = tmp_path / "source"
+    for path in tracked("*"):
+        copy = source / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    program = "import sys; from setuptools import build_meta as b; b.build_wheel(sys.argv[1])"
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("epd-*-py3-none-any.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    shipped = (".py", ".pyi", ".proto", ".cpp", ".h", "/py.typed")
+    wanted = {
+        str(path.relative_to(ROOT))
+        for package in ("epd", "protos", *STAGES)
+        for path in tracked(f"{package}/**")
+        if str(path).endswith(shipped)
+    }
+    assert held == wanted, f"not there: {wanted - held}; too much: {held - wanted}"
+    assert {name.partition("/")[0] for name in held} == {"epd", "protos", *STAGES}
+    assert {Path(name).suffix for name in held} >= {".py", ".pyi", ".proto", ".cpp", ".h"}
 
 
 @pytest.mark.parametrize("package", ["epd", "protos", *STAGES])
