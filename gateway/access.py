@@ -158,14 +158,7 @@ class AccessControl:
                 count("refused")
             await _refuse(error, watched)
         finally:
-            extra = {
-                "method": scope["method"],
-                "path": scope["path"],
-                "status": status,
-                "ms": round((time.monotonic() - started) * 1e3, 1),
-                "key": name,
-            }
-            _log.info("access", extra=extra)
+            write_line(scope["method"], scope["path"], status, started, name)
 
     @contextmanager
     def _admitted(self, scope: Scope) -> Iterator[Caller]:
@@ -176,6 +169,18 @@ class AccessControl:
                 yield caller
         else:
             yield self._access.identify(authorization)
+
+
+def write_line(method: str, path: str, status: int | str, started: float, name: str) -> None:
+    """One call in the access log. `started` is of `time.monotonic`; `name` is the key's."""
+    extra = {
+        "method": method,
+        "path": path,
+        "status": status,
+        "ms": round((time.monotonic() - started) * 1e3, 1),
+        "key": name,
+    }
+    _log.info("access", extra=extra)
 
 
 async def _refuse(error: EpdError, send: Send) -> None:

@@ -21,6 +21,7 @@ from gateway.access import Access, AccessControl
 from gateway.app import build_app, counts, why_not_ready
 from gateway.chat import ChatService
 from gateway.checkpoint import Loaded, load
+from gateway.grpc_access import AccessLog
 from gateway.grpc_api import SERVICE, GatewayService
 from gateway.http_server import STOP_S, HttpServer
 from gateway.images import Served
@@ -122,7 +123,7 @@ class Gateway:
             [SERVICE],
             config.rpc,
             max_message_bytes=config.limits.max_body_bytes,
-            interceptors=[grpc_receipt.Receipt(config, access)],
+            interceptors=[AccessLog(access), grpc_receipt.Receipt(config, access)],
             options=grpc_receipt.options(config),
             count_streams=False,
         )

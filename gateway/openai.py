@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -208,7 +209,7 @@ def timeline_json(timeline: Timeline) -> dict[str, Any]:
 
 def finite(logprob: float | None) -> float:
     """Never NaN or infinite: JSON has neither."""
-    return _FLOOR if logprob is None or not logprob > _FLOOR else logprob
+    return logprob if logprob is not None and _FLOOR < logprob < math.inf else _FLOOR
 
 
 def event(body: dict[str, Any]) -> bytes:

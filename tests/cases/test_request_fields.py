@@ -177,6 +177,17 @@ async def test_req_08_null_is_absent(house: House) -> None:
     assert scored["logprobs"]["content"]
 
 
+async def test_metadata_and_user_change_nothing(house: House) -> None:
+    plain = (await house.chat()).json()["choices"]
+    named = {"metadata": {"team": "a", "run": "7"}, "user": "someone", "safety_identifier": "x"}
+    reply = await house.chat(**named)
+    assert reply.status == 200, reply.body
+    assert reply.json()["choices"] == plain
+    events = await house.stream(**named)
+    streamed = [event["choices"][0]["delta"].get("content", "") for event in events[:-1]]
+    assert "".join(streamed) == plain[0]["message"]["content"]
+
+
 async def test_req_10_a_plain_body_of_curl(house: House) -> None:
     body = b'{"model":"demo","messages":[{"role":"user","content":"Hello!"}]}'
     for kind in ("application/json", "application/x-www-form-urlencoded"):

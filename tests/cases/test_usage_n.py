@@ -6,6 +6,7 @@ Over scripted stages where the order of events matters, over real ones where num
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import grpc.aio
@@ -19,7 +20,8 @@ from tests.cases.pictures import file, quad, text
 from tests.e2e.cluster import Cluster
 from tests.e2e.fake_stages import Call, fail, hang
 from tests.e2e.gateway_house import House, raw
-from tests.e2e.http_client import Connection, Reply
+from tests.e2e.gateway_house import body as chat_body
+from tests.e2e.http_client import Connection, Reply, post
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -217,9 +219,34 @@ async def test_use_05_impossible_logprobs(house: House, fields: dict[str, Any]) 
     assert (reply.status, reply.json()["error"]["param"]) == (400, "top_logprobs")
 
 
-async def test_use_06_numbers_that_json_has(house: House) -> None:
-    reply = await house.chat(logprobs=True, top_k=1, temperature=1.0)
-    reply.json()  # refuses NaN and Infinity
+def numbers(logprobs: Any) -> list[Any]:
+    """Every logprob in either form: of the tokens, and of their alternatives."""
+    if "content" in logprobs:
+        entries = logprobs["content"]
+        alternatives = [top for entry in entries for top in entry["top_logprobs"]]
+        return [entry["logprob"] for entry in (*entries, *alternatives)]
+    tops = [value for top in logprobs["top_logprobs"] for value in top.values()]
+    return [*logprobs["token_logprobs"], *tops]
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan, math.inf])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+async def test_use_06_numbers_that_json_has(
+    house: House, route: str, stream: bool, value: float
+) -> None:
+    house.script.logprob, house.script.alternatives = value, 2
+    if route == "completions":
+        asked: Any = {"model": "demo", "prompt": "a b", "max_tokens": 64, "logprobs": 2}
+    else:
+        asked = chat_body(logprobs=True, top_logprobs=2)
+    reply = await post(house.http, f"/v1/{route}", asked | {"stream": stream})
+    assert reply.status == 200, reply.body
+    bodies = reply.events()[:-1] if stream else [reply.json()]
+    choices = [choice for body in bodies for choice in body["choices"]]
+    found = [n for choice in choices if choice["logprobs"] for n in numbers(choice["logprobs"])]
+    made = len(house.script.output)
+    assert found == [-9999.0] * (made + 2 * (made - 1)), "prefill's token has no alternatives"
 
 
 @pytest.mark.parametrize("per_message", [1, 3, 5])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,6 +114,8 @@ class Script:
     clean: bool = True
     """What readers say in ReadsTerminal."""
     tokens_per_message: int = 1
+    logprob: float = -0.5
+    """Of every token; one that JSON has no word for is that of all alternatives, too."""
     alternatives: int = 0
     """Most likely tokens beside each one of decode's: makes messages large."""
     hooks: dict[str, Hook] = field(default_factory=dict)
@@ -123,6 +126,14 @@ class Script:
     def output_of(self, choice: int) -> list[int]:
         """Every choice says the same, but for its first token."""
         return [self.output[0] + choice, *self.output[1:]]
+
+    def token(self, token_id: int, alternatives: int = 0) -> common_pb2.Token:
+        odd = None if math.isfinite(self.logprob) else self.logprob
+        top = [
+            common_pb2.TokenLogprob(id=i, logprob=-i if odd is None else odd)
+            for i in range(alternatives)
+        ]
+        return common_pb2.Token(id=token_id, logprob=self.logprob, top=top)
 
     def jobs_of(self, stage: Stage) -> list[Any]:
         return [job for of, job in self.jobs if of is stage]
@@ -269,12 +280,12 @@ class Fake:
         index = total - job.prompt_length
         last = index + 1 == len(script.output)
         token = prefill_pb2.FirstToken(
-            token=common_pb2.Token(id=script.output_of(job.sampling.choice)[index], logprob=-0.5),
+            token=script.token(script.output_of(job.sampling.choice)[index]),
             finish_reason=script.finish if last else common_pb2.FINISH_REASON_UNSPECIFIED,
             kv_tokens=total,
             others=[
                 prefill_pb2.ChoiceToken(
-                    token=common_pb2.Token(id=script.output_of(choice)[index], logprob=-0.5),
+                    token=script.token(script.output_of(choice)[index]),
                     finish_reason=script.finish if last else common_pb2.FINISH_REASON_UNSPECIFIED,
                     kv_tokens=total,
                 )
@@ -306,8 +317,7 @@ class Fake:
             await script.at("decode.token", call)
             output = script.output_of(job.sampling.choice)
             ids = output[done : done + script.tokens_per_message]
-            top = [common_pb2.TokenLogprob(id=i, logprob=-i) for i in range(script.alternatives)]
-            tokens = [common_pb2.Token(id=token_id, logprob=-0.5, top=top) for token_id in ids]
+            tokens = [script.token(token_id, script.alternatives) for token_id in ids]
             message = decode_pb2.Tokens(first_index=done, tokens=tokens)
             await write(decode_pb2.DecodeEvent(tokens=message))
             done += len(ids)

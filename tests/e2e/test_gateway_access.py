@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import ssl
@@ -236,6 +237,58 @@ async def test_the_access_log_has_no_contents(
     assert (vars(line)["status"], vars(line)["path"]) == (200, CHAT)
     everything = " ".join(str(vars(record)) for record in caplog.records)
     for hidden in ("my secret", KEY, "hidden"):
+        assert hidden not in everything
+
+
+async def test_grpc_calls_have_the_same_line(
+    loaded: Loaded, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Answered, refused, given up, and those that no stage hears of."""
+    caplog.set_level(logging.INFO)
+    pb = gateway_pb2
+    mine = (("authorization", f"Bearer {KEY}"),)
+
+    def lines() -> list[tuple[Any, ...]]:
+        found = [vars(record) for record in caplog.records if record.message == "access"]
+        assert all(line["method"] == "gRPC" and line["ms"] >= 0 for line in found)
+        return [(line["path"].split("/")[-1], line["status"], line["key"]) for line in found]
+
+    async def refused(call: Any) -> None:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call
+
+    async with (
+        opened(loaded, api_keys=(KEY,)) as house,
+        grpc.aio.insecure_channel(house.grpc) as channel,
+    ):
+        stub: Any = gateway_pb2_grpc.GatewayStub(channel)
+        secret = pb.ContentPart(text="my secret")
+        chat = pb.ChatRequest(messages=[pb.Message(role=pb.ROLE_USER, parts=[secret])])
+        assert [event async for event in stub.Chat(chat, metadata=mine)]
+        await stub.ListModels(pb.ListModelsRequest(), metadata=mine)
+        await stub.Tokenize(pb.TokenizeRequest(text="my secret"), metadata=mine)
+        await refused(stub.Detokenize(pb.DetokenizeRequest(), metadata=mine))
+        await refused(stub.ListModels(pb.ListModelsRequest()))
+        await refused(over_grpc(channel, "sk-wrong"))
+        house.script.hooks["decode.token"] = hang
+        given_up = stub.Chat(chat, metadata=mine)
+        await anext(aiter(given_up))
+        given_up.cancel()
+        async with asyncio.timeout(10):
+            while len(lines()) < 7:
+                await asyncio.sleep(0.01)
+    digits = hashlib.sha256(KEY.encode()).hexdigest()[:8]
+    assert lines() == [
+        ("Chat", "OK", digits),
+        ("ListModels", "OK", digits),
+        ("Tokenize", "OK", digits),
+        ("Detokenize", "INVALID_ARGUMENT", digits),
+        ("ListModels", "UNAUTHENTICATED", "?"),
+        ("Chat", "UNAUTHENTICATED", "?"),
+        ("Chat", "CANCELLED", digits),
+    ]
+    everything = " ".join(str(vars(record)) for record in caplog.records)
+    for hidden in ("my secret", KEY, "sk-wrong"):
         assert hidden not in everything
 
 

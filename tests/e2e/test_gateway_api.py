@@ -65,18 +65,6 @@ async def test_logprobs_of_each_chunk_cover_its_text(house: House) -> None:
         assert raw.decode() == chunk["delta"].get("content", "")
 
 
-async def test_minus_infinity_becomes_a_number(house: House) -> None:
-    house.script.alternatives = 2
-
-    async def nothing(call: Call) -> None:
-        pass
-
-    house.script.hooks["decode.token"] = nothing
-    reply = await house.chat(logprobs=True, top_logprobs=2)
-    assert reply.status == 200
-    reply.json()  # refuses NaN and Infinity
-
-
 @pytest.mark.parametrize("stream", [True, False])
 async def test_bad_input_is_json_and_never_a_stream(house: House, stream: bool) -> None:
     fields: list[tuple[dict[str, Any], str | None]] = [

@@ -1,0 +1,76 @@
+"""Events of one answer become parts: what waits together is sent together."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models
+
+from epd.jobs import FinishReason, SampledToken, SamplingParams
+from epd.text.vocabulary import Vocabulary
+from gateway.chat import Answer, Part
+from gateway.request import Accepted, Ended, Event, NewTokens, PlannedRequest, joined
+from gateway.timeline import Timeline
+
+STOP = FinishReason.STOP
+
+
+def new(*ids: int, choice: int = 0) -> NewTokens:
+    return NewTokens(tuple(SampledToken(token_id) for token_id in ids), choice)
+
+
+def test_neighbours_of_one_choice_are_joined_and_nothing_else() -> None:
+    events: list[Event] = [
+        Accepted(0), new(1), new(2, 3), new(4, choice=1), new(5, choice=1), new(6),
+        Ended(STOP), new(7, choice=1), Ended(STOP, 1),
+    ]  # fmt: skip
+    assert joined(events) == [
+        Accepted(0), new(1, 2, 3), new(4, 5, choice=1), new(6),
+        Ended(STOP), new(7, choice=1), Ended(STOP, 1),
+    ]  # fmt: skip
+    assert joined([]) == []
+
+
+class LaggingRun:
+    """A run whose events all wait already, each token in an event of its own."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self.events = events
+
+    async def ready(self) -> list[Event]:
+        found, self.events = self.events, []
+        assert found, "asked again after the end"
+        return found
+
+    def cancel(self, reason: str) -> None:
+        pass
+
+
+async def parts_of(events: list[Event], choices: int) -> list[Part]:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate("abcdef")}, "a"))
+    tokenizer.decoder = decoders.Fuse()
+    service = SimpleNamespace(tokenizer=tokenizer, vocabulary=Vocabulary(tokenizer), inflight=1)
+    request = PlannedRequest("test", (1, 2), (), (), SamplingParams(), choices)
+    call = SimpleNamespace(generation=SimpleNamespace(stop=()), tools=())
+    hold = SimpleNamespace(release=lambda: None)
+    untyped: Any = Answer
+    answer = untyped(service, call, request, LaggingRun(events), Timeline(), 0.0, hold)
+    return [part async for part in answer.parts()]
+
+
+async def test_tokens_that_wait_are_one_part() -> None:
+    parts = await parts_of([new(1), new(2), new(3), Ended(STOP)], choices=1)
+    pieces = [part.piece for part in parts if part.piece]
+    assert [(piece.text, len(piece.tokens)) for piece in pieces] == [("bcd", 3)]
+    assert parts[-1].reason is STOP
+
+
+async def test_choices_that_wait_together_stay_apart() -> None:
+    waiting: list[Event] = [
+        new(1), new(2), new(4, choice=1), new(5, choice=1), Ended(STOP, 1), new(3), Ended(STOP),
+    ]  # fmt: skip
+    parts = await parts_of(waiting, choices=2)
+    said = [(part.choice, part.piece.text) for part in parts if part.piece]
+    assert said == [(0, "bc"), (1, "ef"), (0, "d")]
+    assert [part.choice for part in parts if part.reason] == [1, 0]
