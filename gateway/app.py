@@ -25,11 +25,12 @@ from epd.jobs import Stage
 from epd.obs import logs, metrics
 from epd.rpc.status import internal
 from gateway.budget import Hold
-from gateway.chat import Answer, ChatService, new_request_id
+from gateway.chat import Answer, ChatService
 from gateway.completions import CompletionEncoder, parse_completion
+from gateway.ids import client_id_headers, new_request_id
 from gateway.openai import Encoder
 from gateway.openapi import OPENAPI
-from gateway.outcomes import STAGE, ClientGone, beginning
+from gateway.outcomes import STAGE, ClientGone, beginning, typed
 from gateway.responses import (
     AnswerEncoder,
     Begun,
@@ -45,7 +46,6 @@ from gateway.schema import ChatCall, parse_body
 from gateway.tokens import detokenize, tokenize
 
 _log = logging.getLogger(__name__)
-_MAX_CLIENT_ID = 128
 
 
 def build_app(service: ChatService, vocab_size: int, fingerprint: str) -> FastAPI:
@@ -55,22 +55,13 @@ def build_app(service: ChatService, vocab_size: int, fingerprint: str) -> FastAP
     started = int(time.time())
 
     async def chat_completions(request: Request) -> Response:
-        request_id = new_request_id()
-        request.state.request_id = request_id
-        with logs.bind(request_id):
-            return await _answer(request, request_id, service, partial(_chat, vocab_size))
+        return await _answer(request, "chatcmpl", service, partial(_chat, vocab_size))
 
     async def completions(request: Request) -> Response:
-        request_id = new_request_id("cmpl")
-        request.state.request_id = request_id
-        with logs.bind(request_id):
-            return await _answer(request, request_id, service, partial(_completion, vocab_size))
+        return await _answer(request, "cmpl", service, partial(_completion, vocab_size))
 
     async def responses(request: Request) -> Response:
-        request_id = new_request_id("resp")
-        request.state.request_id = request_id
-        with logs.bind(request_id):
-            return await _answer(request, request_id, service, partial(_response, vocab_size))
+        return await _answer(request, "resp", service, partial(_response, vocab_size))
 
     async def tokenize_route(request: Request) -> Response:
         with service.budget.hold() as hold, service.receiving():
@@ -204,17 +195,24 @@ async def _read(request: Request, service: ChatService, hold: Hold) -> bytes:
     return await read_body(request, limit, within_s, hold)
 
 
-async def _answer(request: Request, request_id: str, service: ChatService, form: Form) -> Response:
-    headers = {"x-request-id": request_id}
+async def _answer(request: Request, prefix: str, service: ChatService, form: Form) -> Response:
+    request_id = request.state.request_id = new_request_id(prefix)
+    with logs.bind(request_id):
+        said = request.headers.get("x-request-id", "")
+        headers = {"x-request-id": request_id, **client_id_headers(said)}
+        request.state.ids = headers
+        return await _answered(request, request_id, service, form, headers)
+
+
+async def _answered(
+    request: Request, request_id: str, service: ChatService, form: Form, headers: dict[str, str]
+) -> Response:
     with service.budget.hold() as hold:
         with beginning(), service.receiving():
             body = await _read(request, service, hold)
             call, encoding = form(body, service.config.limits)
             call = replace(call, salt=request.state.salt)
             del body
-        if client_id := request.headers.get("x-request-id", ""):
-            shown = "".join(filter(str.isprintable, client_id[:_MAX_CLIENT_ID]))
-            _log.info("client calls this request %s", shown)
         if call.stream:
             begun = asyncio.create_task(_begin(service, call, request_id, hold, encoding))
             begun.add_done_callback(partial(_release, hold))
@@ -243,11 +241,13 @@ async def _begin(
     encoding: type[AnswerForm],
 ) -> Begun:
     """The answer with its first output."""
-    answer = await service.open(call, request_id, hold)
+    with typed(request_id):
+        answer = await service.open(call, request_id, hold)
     try:
-        encoder = encoding(answer, service.model, service.vocabulary)
-        parts = answer.parts()
-        return Begun(answer, encoder, await anext(parts), parts)
+        with answer.served():
+            encoder = encoding(answer, service.model, service.vocabulary)
+            parts = answer.parts()
+            return Begun(answer, encoder, await anext(parts), parts)
     except BaseException:
         answer.cancel()
         raise
@@ -281,8 +281,9 @@ async def _stream(
 
 
 async def _whole(answer: Answer, encoder: AnswerEncoder) -> bytes:
-    parts = [part async for part in answer.parts()]
-    return encoder.whole(parts)
+    with answer.served():
+        parts = [part async for part in answer.parts()]
+        return encoder.whole(parts)
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:
@@ -294,9 +295,7 @@ def _json(body: dict[str, Any], status: int = 200) -> Response:
 
 def error_response(error: EpdError, request: Request) -> Response:
     """OpenAI's error object with the table's status."""
-    headers = {}
-    if request_id := getattr(request.state, "request_id", ""):
-        headers["x-request-id"] = request_id
+    headers: dict[str, str] = dict(getattr(request.state, "ids", {}))
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     response = _json(error.openai_body(), error.mapping.http_status)
@@ -328,8 +327,10 @@ def _add_error_handlers(app: FastAPI) -> None:
         return response
 
     async def on_fault(request: Request, error: Exception) -> Response:
-        _log.error("unforeseen", exc_info=error)
-        request_id = getattr(request.state, "request_id", "?")
+        metrics.ERRORS.labels(STAGE, str(ErrorKind.INTERNAL)).inc()
+        request_id = getattr(request.state, "request_id", "")
+        with logs.bind(request_id):
+            _log.error("unforeseen", exc_info=error)
         return error_response(internal(request_id), request)
 
     app.add_exception_handler(EpdError, on_epd_error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from epd.obs import logs, metrics
 from epd.text.output import OutputText, Piece, TextToken
 from epd.text.vocabulary import Vocabulary
 from gateway.budget import Budget, Hold
-from gateway.outcomes import STAGE, beginning, count, outcome_of
+from gateway.outcomes import STAGE, beginning, count, outcome_of, typed
 from gateway.pipeline import Pipeline, Run
 from gateway.prepare import Preparer
 from gateway.request import Accepted, Ended, Event, NewTokens, PlannedRequest, joined
@@ -37,10 +36,6 @@ class Usage:
     completion: int
     image: int
     cached: int
-
-
-def new_request_id(prefix: str = "chatcmpl") -> str:
-    return f"{prefix}-{secrets.token_hex(12)}"
 
 
 class ChatService:
@@ -191,7 +186,7 @@ class Answer:
             )
             for _ in range(request.choices)
         ]
-        self._parsers = [CallParser() if call.tools else None for _ in self._texts]
+        self._parsers = [CallParser(call.tools.single) if call.tools else None for _ in self._texts]
         self._reasons: dict[int, FinishReason] = {}
 
     @property
@@ -214,38 +209,64 @@ class Answer:
         self._cached = event.cached_tokens
         self._begun = True
 
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """While it is read and encoded: how it fails in here is how it ended.
+
+        Raises:
+            EpdError: the fault; INTERNAL for one that is no `EpdError`.
+        """
+        try:
+            with typed(self.request_id):
+                yield
+        except EpdError as error:
+            self._fault = error
+            raise
+
     async def parts(self) -> AsyncIterator[Part]:
         """Text that may be sent, each piece with its tokens; choices take turns as they
         come. One part with a reason for each choice. Tokens that wait together, because
         the client or this process lags, are one part.
 
         Raises:
-            EpdError: the answer ends here with a fault.
+            EpdError: the answer ends here with a fault; see `served`.
         """
-        try:
-            while len(self._reasons) < len(self._texts):
-                for event in joined(await self._run.ready()):
-                    for part in self._take(event):
-                        yield part
-        except EpdError as error:
-            self._fault = error
-            raise
+        while len(self._reasons) < len(self._texts):
+            for event in joined(await self._run.ready()):
+                for part in self._take(event):
+                    yield part
 
     def _take(self, event: Event) -> Iterator[Part]:
         assert not isinstance(event, Accepted)
         choice = event.choice
         if choice in self._reasons:
-            return  # a stop string ended it; this was on its way
-        text = self._texts[choice]
-        if isinstance(event, NewTokens):
-            if (piece := text.push_all(event.tokens)) is not None:
-                yield from self._parsed(choice, piece)
-        elif (piece := text.finish()) is not None:
+            return  # it was ended before; this was on its way
+        for piece in self._pieces(choice, event):
             yield from self._parsed(choice, piece)
-        if text.stopped:
+        if self._complete(choice):
             yield from self._ended(choice, FinishReason.STOP)
         elif isinstance(event, Ended):
             yield from self._ended(choice, event.reason)
+
+    def _pieces(self, choice: int, event: NewTokens | Ended) -> Iterator[Piece]:
+        text, parser = self._texts[choice], self._parsers[choice]
+        if isinstance(event, NewTokens) and parser is not None and parser.single:
+            # One by one: what came in one message with the call's end is not counted.
+            for token in event.tokens:
+                if (piece := text.push(token)) is not None:
+                    yield piece
+                if self._complete(choice):
+                    return
+            return
+        found = text.push_all(event.tokens) if isinstance(event, NewTokens) else text.finish()
+        if found is not None:
+            yield found
+
+    def _complete(self, choice: int) -> bool:
+        """It ends here, whatever the model has in mind: by a stop string, or with the only
+        call that is wanted."""
+        parser = self._parsers[choice]
+        return self._texts[choice].stopped or (parser is not None and parser.done)
 
     def _parsed(self, choice: int, piece: Piece) -> Iterator[Part]:
         """Content and calls apart, where the model may call."""
@@ -263,8 +284,8 @@ class Answer:
         if len(self._reasons) == len(self._texts):
             self.timeline.end("decode")
             self.reason = self._reasons[0]
-            self.cancel("a stop string is complete")
-        elif self._texts[choice].stopped:
+            self.cancel("the output is complete")
+        elif self._complete(choice):
             self._run.stop(choice)
         called = parser is not None and parser.called and reason is FinishReason.STOP
         yield Part(choice, reason=reason, called=called)

@@ -22,6 +22,8 @@ class Constraint:
 
     grammar: Grammar
     param: str
+    trial: Grammar | None = None
+    """Tried out before it is served, in place of `grammar`, where that begins with any text."""
 
 
 def read_constraint(fields: Fields, limits: LimitsConfig) -> Constraint | None:

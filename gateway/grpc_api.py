@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,18 +14,17 @@ from epd.obs import logs
 from epd.rpc import convert
 from epd.text.output import TextToken
 from gateway.access import Access
-from gateway.chat import Answer, ChatService, Part, new_request_id
+from gateway.chat import Answer, ChatService, Part
 from gateway.grpc_receipt import authorization
 from gateway.grpc_request import chat_call, completion_call, tokenize_call
+from gateway.ids import client_id_headers, new_request_id
 from gateway.outcomes import beginning
 from gateway.schema import ChatCall
 from gateway.tokens import check_count
 from protos.epd.v1 import gateway_pb2 as pb
 from protos.epd.v1 import gateway_pb2_grpc as pb_grpc
 
-_log = logging.getLogger(__name__)
 SERVICE = "epd.v1.Gateway"
-_MAX_CLIENT_ID = 128
 _Request = pb.ChatRequest | pb.CompletionRequest
 
 
@@ -94,14 +92,11 @@ class GatewayService(pb_grpc.GatewayServicer):
             with beginning():
                 caller = admitted.enter_context(self._access.admit(authorization(context)))
             request_id = new_request_id(prefix)
-            await context.send_initial_metadata((("x-request-id", request_id),))
-            with logs.bind(request_id):
-                if request.client_request_id:
-                    shown = request.client_request_id[:_MAX_CLIENT_ID]
-                    shown = "".join(filter(str.isprintable, shown))
-                    _log.info("client calls this request %s", shown)
-                left_s = context.time_remaining()
-                answer = await self._open(request, read, request_id, caller.salt, left_s)
+            logs.set_request(request_id)
+            ids = {"x-request-id": request_id, **client_id_headers(request.client_request_id)}
+            await context.send_initial_metadata(tuple(ids.items()))
+            left_s = context.time_remaining()
+            answer = await self._open(request, read, request_id, caller.salt, left_s)
             try:
                 async for event in self._events(answer):
                     await self._write(event, context)
@@ -127,15 +122,16 @@ class GatewayService(pb_grpc.GatewayServicer):
 
     async def _events(self, answer: Answer) -> AsyncIterator[pb.ChatEvent]:
         asked, called = answer.call.generation, False
-        yield _accepted(answer)
-        async for part in answer.parts():
-            if part.piece is not None:
-                yield self._delta(part, asked.sampling.logprobs)
-            elif asked.choices > 1:
-                yield pb.ChatEvent(choice_finished=_choice_finished(part))
-            if part.reason is not None and part.choice == 0:
-                called = part.called
-        yield pb.ChatEvent(finished=_finished(answer, called))
+        with answer.served():
+            yield _accepted(answer)
+            async for part in answer.parts():
+                if part.piece is not None:
+                    yield self._delta(part, asked.sampling.logprobs)
+                elif asked.choices > 1:
+                    yield pb.ChatEvent(choice_finished=_choice_finished(part))
+                if part.reason is not None and part.choice == 0:
+                    called = part.called
+            yield pb.ChatEvent(finished=_finished(answer, called))
 
     def _delta(self, part: Part, logprobs: bool) -> pb.ChatEvent:
         assert part.piece is not None

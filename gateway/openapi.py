@@ -189,6 +189,20 @@ def _operation(summary: str, answer: str, body: str = "", stream: bool = False) 
     return operation
 
 
+def _model() -> dict[str, Any]:
+    operation = _operation("What one model takes.", "Any")
+    name = {"name": "name", "in": "path", "required": True}
+    operation["parameters"] = [{**name, "schema": {"type": "string", "minLength": 1}}]
+    operation["responses"]["404"] = _json("Error", "It isn't served here.")
+    return operation
+
+
+def _ready() -> dict[str, Any]:
+    operation = _operation("Requests are taken.", "Any")
+    operation["responses"]["503"] = _json("Any", "Not yet, or no more; `status` says which.")
+    return operation
+
+
 _PATHS: dict[str, Any] = {
     "/v1/chat/completions": {
         "post": _operation("Answer a conversation.", "Answer", "ChatRequest", stream=True)
@@ -200,10 +214,12 @@ _PATHS: dict[str, Any] = {
         "post": _operation("Answer, statelessly.", "Any", "ResponseRequest", stream=True)
     },
     "/v1/models": {"get": _operation("What is served.", "Any")},
+    "/v1/models/{name}": {"get": _model()},
     "/tokenize": {"post": _operation("Ids of a prompt.", "Any", "TokenizeRequest")},
     "/detokenize": {"post": _operation("Text of ids.", "Any", "DetokenizeRequest")},
     "/version": {"get": _operation("Version of this server.", "Any")},
     "/health": {"get": _operation("The process lives.", "Any")},
+    "/ready": {"get": _ready()},
 }
 DOCUMENT: dict[str, Any] = {
     "openapi": "3.1.0",

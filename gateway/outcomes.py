@@ -7,13 +7,16 @@ read, checked, planned, accepted --> an answer --> ok, failed, cancelled
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from epd.errors import EpdError, ErrorKind
-from epd.obs import metrics
+from epd.obs import logs, metrics
+from epd.rpc.status import internal
 
 STAGE = "gateway"
+_log = logging.getLogger(__name__)
 
 
 class ClientGone(Exception):
@@ -45,3 +48,21 @@ def beginning() -> Iterator[None]:
     except BaseException as error:
         count(outcome_of(error))
         raise
+
+
+@contextmanager
+def typed(request_id: str) -> Iterator[None]:
+    """What fails in here and is no `EpdError` is a fault of ours: the log has all of it,
+    whoever asked is told where to find it.
+
+    Raises:
+        EpdError: INTERNAL in place of the fault.
+    """
+    try:
+        yield
+    except EpdError:
+        raise
+    except Exception as error:
+        with logs.bind(request_id):
+            _log.exception("unforeseen")
+        raise internal(request_id) from error

@@ -95,7 +95,7 @@ class Preparer:
         """Try it out here first, so that its fault has the name of the client's field."""
         if constraint is None:
             return
-        await self._grammars.check(constraint.grammar, constraint.param)
+        await self._grammars.check(constraint.trial or constraint.grammar, constraint.param)
 
     async def close(self) -> None:
         self._grammars.close()

@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from epd.errors import EpdError, ErrorKind, invalid
-from epd.obs import metrics
+from epd.obs import logs, metrics
 from gateway.budget import Hold
 from gateway.chat import Answer, Part
 from gateway.outcomes import STAGE, ClientGone
@@ -179,6 +179,7 @@ class EventStream(Response):
         headers: dict[str, str],
     ) -> None:
         loop = asyncio.get_running_loop()
+        self._request_id = headers["x-request-id"]
         self._opening = opening
         self._left = left
         self._refused = refused
@@ -250,24 +251,24 @@ class EventStream(Response):
         try:
             begun = await self._begun()
         except EpdError as error:
-            _told(error)
+            self._told(error)
             yield self._refused(error)
             return
         encoder = begun.encoder
-        if chunk := encoder.first() + encoder.part(begun.first):
-            yield chunk
         try:
-            async for part in begun.parts:
-                if chunk := encoder.part(part):
+            with begun.answer.served():
+                if chunk := encoder.first() + encoder.part(begun.first):
                     yield chunk
+                async for part in begun.parts:
+                    if chunk := encoder.part(part):
+                        yield chunk
+                yield encoder.last()
         except EpdError as error:
-            _told(error)
+            self._told(error)
             yield encoder.error(error)
-            return
-        yield encoder.last()
 
-
-def _told(error: EpdError) -> None:
-    """The client of a stream is told of a fault in an event of its own."""
-    metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
-    _log.warning("stream ends with %s: %s", error.kind, error.message)
+    def _told(self, error: EpdError) -> None:
+        """The client of a stream is told of a fault in an event of its own."""
+        metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
+        with logs.bind(self._request_id):  # the server's task knows no request
+            _log.warning("stream ends with %s: %s", error.kind, error.message)

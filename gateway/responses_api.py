@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -50,6 +51,8 @@ _BACK = (
     (re.compile(r"^(tools\[\d+\])\.function"), r"\1"),
     (re.compile(r"^tool_choice\.function"), "tool_choice"),
 )
+_TOOL: dict[str, Any] = {"description": None, "parameters": None, "strict": False}
+"""What a tool is where the client left it open."""
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text"}
 
 
@@ -62,18 +65,31 @@ def parse_response(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCa
     fields = Fields(load_json(body), "")
     chat: dict[str, Any] = {name: fields.take(name) for name in _SAME}
     chat["max_completion_tokens"] = fields.take("max_output_tokens")
-    chat["response_format"] = _format(fields)
-    chat["tools"] = [_tool(tool) for tool in fields.array("tools") or ()] or None
-    chat["tool_choice"] = _tool_choice(fields.take("tool_choice"))
-    instructions = fields.string("instructions")
+    form = _format(fields)
+    chat["response_format"] = _chat_format(form)
+    tools, choice = fields.array("tools") or (), fields.take("tool_choice")
+    chat["tools"] = [_tool(tool) for tool in tools] or None
+    chat["tool_choice"] = _tool_choice(choice)
+    instructions, metadata = fields.string("instructions"), chat["metadata"]
+    if not isinstance(metadata, Mapping | None):
+        raise fields.wrong("metadata", "must be an object")
     first = [{"role": "system", "content": instructions}] if instructions else []
     chat["messages"] = [*first, *_messages(fields)]
     fields.refuse(_NOT_SERVED, "is not supported")
     fields.done()
     try:
-        return parse_chat(chat, limits, vocab_size)
+        call = parse_chat(chat, limits, vocab_size)
     except EpdError as error:
         raise _named_back(error, len(first)) from error
+    repeated = {
+        "instructions": instructions,
+        "metadata": metadata or {},
+        "parallel_tool_calls": chat["parallel_tool_calls"] is not False,
+        "text": {"format": form or {"type": "text"}},
+        "tool_choice": choice or "auto",
+        "tools": [_TOOL | {k: v for k, v in tool.items() if v is not None} for tool in tools],
+    }
+    return replace(call, repeated=repeated)
 
 
 def _named_back(error: EpdError, offset: int) -> EpdError:
@@ -94,6 +110,10 @@ def _format(fields: Fields) -> Any:
     found = inner.take("format")
     inner.refuse({"verbosity": ("medium",)}, "is not supported")
     inner.done()
+    return found
+
+
+def _chat_format(found: Any) -> Any:
     if isinstance(found, Mapping) and found.get("type") == "json_schema":
         schema = {key: item for key, item in found.items() if key != "type"}
         return {"type": "json_schema", "json_schema": schema}
@@ -283,25 +303,24 @@ class ResponseEncoder:
             "status": status,
             "error": None,
             "incomplete_details": why,
-            "instructions": None,
+            **answer.call.repeated,
             "max_output_tokens": asked.max_tokens,
-            "metadata": {},
             "model": self._model,
             "output": self._output,
-            "parallel_tool_calls": True,
             "previous_response_id": None,
             "store": False,
             "temperature": asked.sampling.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
             "top_p": asked.sampling.top_p,
             "truncation": "disabled",
             "usage": None
             if status in ("in_progress", "failed")
             else {
                 "input_tokens": usage.prompt,
-                "input_tokens_details": {"cached_tokens": usage.cached},
+                "input_tokens_details": {
+                    "cached_tokens": usage.cached,
+                    "text_tokens": usage.prompt - usage.image,
+                    "image_tokens": usage.image,
+                },
                 "output_tokens": usage.completion,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage.prompt + usage.completion,

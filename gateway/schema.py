@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -99,6 +99,8 @@ class ChatCall:
     """Instead of a conversation: a text or ids, as they are."""
     salt: bytes = b""
     """The tenant's: part of every cache key. Never the client's to choose."""
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+    """What a form of answer says again of its request, as it was checked."""
 
 
 def parse_body(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCall:

@@ -40,9 +40,11 @@ Delta = str | CallDelta
 
 
 class CallParser:
-    """One output. Feed text, then `finish` once."""
+    """One output. Feed text, then `finish` once. A `single` call is the last thing: what
+    follows it is dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, single: bool = False) -> None:
+        self.single = single
         self._buffer = ""
         self._inside = False
         self._object: _JsonObject | None = None
@@ -57,6 +59,11 @@ class CallParser:
         """There were calls, and the last one is whole."""
         return self._ended > 0 and self._started == self._ended
 
+    @property
+    def done(self) -> bool:
+        """The only call that is wanted is whole."""
+        return self.single and self._ended > 0
+
     def push(self, text: str) -> list[Delta]:
         self._buffer += text
         return list(self._scan(final=False))
@@ -64,14 +71,14 @@ class CallParser:
     def finish(self) -> list[Delta]:
         """The output is over: what was held back is let out."""
         found = list(self._scan(final=True))
-        if self._inside and self._object is None and self._buffer:
+        if self._inside and self._object is None and self._buffer and not self.done:
             found += self._whole(self._buffer, closed=False)
             self._buffer = ""
         return found
 
     def _scan(self, final: bool) -> Iterator[Delta]:
         before = None
-        while before != (len(self._buffer), self._inside, self._object is None):
+        while not self.done and before != (len(self._buffer), self._inside, self._object is None):
             before = (len(self._buffer), self._inside, self._object is None)
             if not self._inside:
                 yield from self._outside(final)

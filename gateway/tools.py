@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -20,14 +20,18 @@ from gateway.toolcalls import CLOSE, OPEN
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FORMAT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+_ANY_PARAMETERS = '{"type":"object"}'
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """`tools` are shown to the model; a call is forced where `constraint` is there."""
+    """`tools` are shown to the model."""
 
     tools: tuple[Tool, ...]
     constraint: Constraint | None
+    """Forces a call, or holds free ones to the schemas of strict tools."""
+    single: bool = False
+    """The model is free to call, but once: the output ends with its first call."""
 
 
 def read_tools(fields: Fields, limits: LimitsConfig) -> ToolUse | None:
@@ -41,7 +45,8 @@ def read_tools(fields: Fields, limits: LimitsConfig) -> ToolUse | None:
     parallel = fields.boolean("parallel_tool_calls", default=True)
     if len(value) > limits.max_tools:
         raise too_many(fields.param("tools"), len(value), limits.max_tools, "tools")
-    tools = [_tool(item, fields.param(f"tools[{i}]")) for i, item in enumerate(value)]
+    read = [_tool(item, fields.param(f"tools[{i}]")) for i, item in enumerate(value)]
+    tools, strict = [tool for tool, _ in read], [tool for tool, held in read if held]
     names = [tool.name for tool in tools]
     for at, name in enumerate(names):
         if name in names[:at]:
@@ -52,13 +57,17 @@ def read_tools(fields: Fields, limits: LimitsConfig) -> ToolUse | None:
     constraint = None
     if wanted:
         several = parallel and len(wanted) == len(tools) and choice == "required"
-        grammar = Grammar(GrammarKind.LARK, call_grammar(wanted, several))
-        constraint = Constraint(grammar, fields.param("tools"))
+        constraint = Constraint(_lark(call_grammar(wanted, several)), fields.param("tools"))
+    elif strict:
+        trial = _lark(call_grammar(strict, several=False))
+        constraint = Constraint(_lark(free_grammar(tools, strict)), fields.param("tools"), trial)
+    if constraint is not None:
         check_size(constraint, limits)
-    return ToolUse(tuple(tools), constraint)
+    return ToolUse(tuple(tools), constraint, single=not wanted and not parallel)
 
 
-def _tool(value: Any, path: str) -> Tool:
+def _tool(value: Any, path: str) -> tuple[Tool, bool]:
+    """The tool, and whether each call of it must fit its schema."""
     outer = Fields(value, path)
     if (kind := outer.required_string("type")) != "function":
         raise outer.wrong("type", f"{kind!r} is not supported; function")
@@ -68,7 +77,7 @@ def _tool(value: Any, path: str) -> Tool:
     if not _NAME.fullmatch(name):
         raise inner.wrong("name", "must be 1 to 64 of a-z, A-Z, 0-9, '_', '.' and '-'")
     description = inner.string("description") or ""
-    inner.boolean("strict")
+    strict = inner.boolean("strict")
     parameters = inner.take("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise inner.wrong("parameters", "must be a JSON Schema (an object)")
@@ -77,7 +86,7 @@ def _tool(value: Any, path: str) -> Tool:
         text = orjson.dumps(parameters or _NO_PARAMETERS).decode()
     except TypeError as error:
         raise inner.wrong("parameters", str(error)) from error
-    return Tool(name, description, text)
+    return Tool(name, description, text), strict
 
 
 def _choice(fields: Fields, value: Any, tools: Sequence[Tool]) -> Sequence[Tool] | None:
@@ -108,14 +117,35 @@ def _choice(fields: Fields, value: Any, tools: Sequence[Tool]) -> Sequence[Tool]
 
 def call_grammar(tools: Sequence[Tool], several: bool) -> str:
     """Lark: one call of one of these tools, or several calls one after the other."""
-    names = " | ".join(f"tool_{at}" for at in range(len(tools)))
+    start = 'start: call ("\\n" call)*' if several else "start: call"
+    return "\n".join([start, f"call: {quoted(OPEN)} body", *_body(tools)])
+
+
+def free_grammar(tools: Sequence[Tool], strict: Sequence[Tool]) -> str:
+    """Lark: any text, in which what begins as a call is a call of one of these tools, with
+    any arguments but where the tool is strict."""
     lines = [
-        'start: call ("\\n" call)*' if several else "start: call",
-        f"call: {quoted(OPEN + chr(10))} ({names}) {quoted(chr(10) + CLOSE)}",
+        "start: call* TEXT",
+        "call: begin body",
+        f"begin[lazy]: TEXT {quoted(OPEN)}",
+        r"TEXT: /(.|\n)*/",
     ]
-    for at, tool in enumerate(tools):
-        lines.append(f"tool_{at}: %json {orjson.dumps(_call_schema(tool)).decode()}")
-    return "\n".join(lines)
+    held = [tool if tool in strict else replace(tool, parameters=_ANY_PARAMETERS) for tool in tools]
+    return "\n".join([*lines, *_body(held)])
+
+
+def _body(tools: Sequence[Tool]) -> list[str]:
+    """What a call has after its opening tag."""
+    names = " | ".join(f"tool_{at}" for at in range(len(tools)))
+    schemas = (orjson.dumps(_call_schema(tool)).decode() for tool in tools)
+    return [
+        f"body: {quoted(chr(10))} ({names}) {quoted(chr(10) + CLOSE)}",
+        *(f"tool_{at}: %json {schema}" for at, schema in enumerate(schemas)),
+    ]
+
+
+def _lark(text: str) -> Grammar:
+    return Grammar(GrammarKind.LARK, text)
 
 
 def _call_schema(tool: Tool) -> dict[str, Any]:

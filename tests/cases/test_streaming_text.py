@@ -7,6 +7,7 @@ are tested in `tests/unit/test_text_output.py`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from typing import Any
 
@@ -15,10 +16,14 @@ import pytest
 from bench.gateway.clients import request, run
 from epd.errors import ErrorKind
 from epd.jobs import Stage
+from epd.obs import metrics
+from gateway.chat import Part
 from gateway.checkpoint import Loaded
+from gateway.completions import CompletionEncoder
+from gateway.openai import Encoder
 from protos.epd.v1 import common_pb2
 from tests.e2e.fake_stages import Call, fail
-from tests.e2e.gateway_house import House
+from tests.e2e.gateway_house import House, body
 from tests.e2e.http_client import post
 from tests.e2e.test_gateway_bounds import opened
 
@@ -203,6 +208,61 @@ async def test_str_10_an_unknown_finish_reason_is_our_fault(house: House) -> Non
     event = terminal(await house.stream())
     assert event["error"]["code"] == "internal_error"
     assert "Traceback" not in event["error"]["message"]
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize(
+    ("path", "form"), [("chat/completions", Encoder), ("completions", CompletionEncoder)]
+)
+async def test_str_10_a_fault_of_our_own_ends_the_stream_with_an_event(
+    house: House,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    form: Any,
+    at: int,
+) -> None:
+    made, part = itertools.count(), form.part
+
+    def breaks(encoder: Any, said: Part) -> bytes:
+        if next(made) == at:
+            raise ZeroDivisionError("secret")
+        encoded: bytes = part(encoder, said)
+        return encoded
+
+    async def slow(call: Call) -> None:
+        await asyncio.sleep(0.01)
+
+    def counted() -> tuple[float, float]:
+        errors = metrics.ERRORS.labels("gateway", "internal_error")
+        return errors._value.get(), metrics.REQUESTS.labels("gateway", "failed")._value.get()
+
+    monkeypatch.setattr(form, "part", breaks)
+    house.script.hooks["decode.token"] = slow
+    asked: dict[str, Any] = body() if form is Encoder else {"model": "demo", "prompt": "a"}
+    before = counted()
+    reply = await post(house.http, f"/v1/{path}", {**asked, "stream": True})
+    identity = reply.headers["x-request-id"]
+    error = terminal(reply.events())["error"]
+    assert error["code"] == "internal_error"
+    assert identity in error["message"]
+    assert "secret" not in error["message"]
+    await house.settled()
+    assert counted() == (before[0] + 1, before[1] + 1)
+    (record,) = [r for r in caplog.records if r.exc_info and "secret" in str(r.exc_info[1])]
+    assert record.getMessage() == "unforeseen"
+
+
+async def test_str_10_a_fault_of_our_own_in_a_whole_answer_has_a_status(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(encoder: Any, parts: Any) -> bytes:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(Encoder, "whole", breaks)
+    reply = await house.chat()
+    assert (reply.status, reply.json()["error"]["code"]) == (500, "internal_error")
+    assert reply.headers["x-request-id"] in reply.json()["error"]["message"]
 
 
 async def test_str_08_done_is_last_in_many_streams(empty: House) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 
 from epd.errors import ErrorKind
 from epd.jobs import Stage
+from gateway.chat import Part
+from gateway.responses_api import ResponseEncoder
 from tests.e2e.fake_stages import fail
 from tests.e2e.gateway_house import House, picture
 from tests.e2e.http_client import post
@@ -17,6 +21,15 @@ from tests.e2e.test_gateway_tools import CALL, WEATHER, say
 
 pytestmark = pytest.mark.timeout(60)
 TOOL = {"type": "function", "strict": False, **WEATHER["function"]}
+
+UNSAID: dict[str, Any] = {
+    "instructions": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+}
 
 
 def connect(house: House) -> openai.AsyncOpenAI:
@@ -41,6 +54,11 @@ async def test_whole_and_streamed(house: House) -> None:
     assert whole.output_text == final.output_text == expected
     assert (whole.status, whole.store) == ("completed", False)
     assert whole.usage is not None
+    images = sum(item.rows for item in house.script.jobs_of(Stage.PREFILL)[0].items)
+    details = whole.usage.input_tokens_details.model_dump()
+    assert images
+    assert details["image_tokens"] == images
+    assert details["text_tokens"] == whole.usage.input_tokens - images
     assert whole.usage.output_tokens == len(house.script.output)
     assert kinds[0] == "response.created"
     assert kinds[-1] == "response.completed"
@@ -85,12 +103,66 @@ async def test_length_and_a_fault_in_the_stream(house: House) -> None:
     assert kinds[-1] == "response.failed"
 
 
+async def test_the_answer_repeats_what_was_asked(tools: House) -> None:
+    say(tools, "Rain.")
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    form = {"type": "json_schema", "name": "found", "schema": schema, "strict": True}
+    asks: list[dict[str, Any]] = [
+        {
+            "instructions": "short",
+            "metadata": {"of": "a test"},
+            "tools": [TOOL],
+            "tool_choice": {"type": "function", "name": "weather"},
+            "parallel_tool_calls": False,
+        },
+        {"text": {"format": form}, "tool_choice": "none"},
+        {"tools": [{"type": "function", "name": "bare"}]},
+    ]
+    for ask in asks:
+        said: dict[str, Any] = {"model": "demo", "input": "a", **ask}
+        reply = await post(tools.http, "/v1/responses", said)
+        answer, open_fields = reply.json(), {"description": None, "parameters": None}
+        shown = [{**open_fields, "strict": False, **tool} for tool in ask.get("tools", [])]
+        expected = {**UNSAID, **ask, "tools": shown}
+        assert {name: answer[name] for name in UNSAID} == expected
+        async with (
+            connect(tools) as client,
+            client.responses.stream(**said) as found,
+        ):
+            events = [event async for event in found]
+    created = events[0]
+    assert created.type == "response.created"
+    assert created.response.tools[0].to_dict() == shown[0]
+
+
+async def test_a_fault_of_our_own_ends_the_stream(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, part = itertools.count(), ResponseEncoder.part
+
+    def breaks(encoder: ResponseEncoder, said: Part) -> bytes:
+        if next(made) == 2:
+            raise ZeroDivisionError("secret")
+        return part(encoder, said)
+
+    async def slow(call: Any) -> None:
+        await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(ResponseEncoder, "part", breaks)
+    house.script.hooks["decode.token"] = slow
+    async with connect(house) as client:
+        stream = await client.responses.create(model="demo", input="a", stream=True)
+        events = [event async for event in stream]
+    assert events[-1].type == "response.failed"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
+        ({"metadata": "x"}, "metadata"),
         ({"include": ["x"]}, "include"),
         ({"n": 2}, "n"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

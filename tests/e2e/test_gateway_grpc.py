@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 import logging
 import re
@@ -20,6 +21,8 @@ from google.rpc import error_details_pb2, status_pb2
 from epd.client import AsyncClient, Client, assistant, image_url, tool, tool_result, user
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
+from epd.obs import metrics
+from gateway.grpc_api import GatewayService
 from gateway.openapi import DOCUMENT
 from protos.epd.v1 import gateway_pb2 as pb
 from protos.epd.v1 import gateway_pb2_grpc
@@ -360,7 +363,8 @@ async def test_faults_have_googles_details(house: House) -> None:
 async def test_the_request_id_comes_first_and_the_clients_is_logged(
     house: House, caplog: pytest.LogCaptureFixture
 ) -> None:
-    request = pb.ChatRequest(messages=[user("a")], client_request_id="mine\n\x00" + "x" * 300)
+    said = "mine\n\x00é" + "x" * 300
+    request = pb.ChatRequest(messages=[user("a")], client_request_id=said)
     async with grpc.aio.insecure_channel(house.grpc) as channel:
         stub: gateway_pb2_grpc.GatewayStub = gateway_pb2_grpc.GatewayStub(channel)
         with caplog.at_level(logging.INFO):
@@ -368,11 +372,43 @@ async def test_the_request_id_comes_first_and_the_clients_is_logged(
             first = dict(await call.initial_metadata() or ())
             events = [event async for event in call]
         assert events[0].accepted.request_id == first["x-request-id"]
+        assert first["x-client-request-id"] == "mine" + "x" * 121
         bad = stub.Chat(pb.ChatRequest())
         with pytest.raises(grpc.aio.AioRpcError):
             await _last(bad)
-        assert dict(await bad.initial_metadata() or ())["x-request-id"].startswith("chatcmpl-")
-    assert f"client calls this request mine{'x' * 122}" in caplog.text
+        first = dict(await bad.initial_metadata() or ())
+        assert first["x-request-id"].startswith("chatcmpl-")
+        assert "x-client-request-id" not in first
+    assert f"client calls this request mine{'x' * 121}" in caplog.text
+
+
+async def test_a_fault_of_ours_in_the_stream_names_the_request(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, delta = itertools.count(), GatewayService._delta
+
+    def breaks(*of: Any) -> pb.ChatEvent:
+        if next(made) == 2:
+            raise ZeroDivisionError("secret")
+        return delta(*of)
+
+    async def slow(call: Any) -> None:
+        await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(GatewayService, "_delta", breaks)
+    house.script.hooks["decode.token"] = slow
+    before = metrics.REQUESTS.labels("gateway", "failed")._value.get()
+    async with grpc.aio.insecure_channel(house.grpc) as channel:
+        stub: gateway_pb2_grpc.GatewayStub = gateway_pb2_grpc.GatewayStub(channel)
+        call = stub.Chat(pb.ChatRequest(messages=[user("a")]))
+        identity = dict(await call.initial_metadata() or ())["x-request-id"]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _last(call)
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert str(identity) in (caught.value.details() or "")
+    assert "secret" not in (caught.value.details() or "")
+    await house.settled()
+    assert metrics.REQUESTS.labels("gateway", "failed")._value.get() == before + 1
 
 
 # --- the documented examples ---------------------------------------------------------------

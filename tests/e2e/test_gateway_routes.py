@@ -10,7 +10,7 @@ import pytest
 
 import epd
 from epd.jobs import Stage
-from tests.e2e.gateway_house import House
+from tests.e2e.gateway_house import House, body
 from tests.e2e.http_client import Reply, get, post
 
 pytestmark = pytest.mark.timeout(60)
@@ -128,7 +128,7 @@ async def test_version(house: House) -> None:
 
 async def test_the_document_names_every_route(house: House) -> None:
     document = (await get(house.http, "/openapi.json")).json()
-    inner = {"/metrics", "/debug/state", "/ready", "/openapi.json", "/v1/models/{name}"}
+    inner = {"/metrics", "/debug/state", "/openapi.json"}
     served = {
         getattr(route, "path", "").replace("{name:path}", "{name}")
         for route in house.gateway.app.routes
@@ -137,3 +137,24 @@ async def test_the_document_names_every_route(house: House) -> None:
     text = json.dumps(document)
     for name in document["components"]["schemas"]:
         assert f"#/components/schemas/{name}" in text, f"{name} is not used"
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+async def test_the_clients_own_id_comes_back_beside_ours(house: House, path: str) -> None:
+    asked: dict[str, dict[str, Any]] = {
+        "chat/completions": body(),
+        "completions": {"prompt": "a"},
+        "responses": {"input": "a"},
+    }
+    said = "my \x80\xa0id" + "x" * 300
+    for more, status in (({}, 200), ({"stream": True}, 200), ({"temperature": 9}, 400)):
+        ask = {"model": "demo", **asked[path], **more}
+        reply = await post(house.http, f"/v1/{path}", ask, x_request_id=said)
+        assert reply.status == status
+        shown = reply.headers["x-client-request-id"]
+        assert shown.startswith("my id")
+        assert said.replace("\x80\xa0", "").startswith(shown)
+        assert 100 < len(shown) <= 128
+        assert reply.headers["x-request-id"] not in (said, shown)
+    without = await post(house.http, f"/v1/{path}", {"model": "demo", **asked[path]})
+    assert "x-client-request-id" not in without.headers

@@ -143,6 +143,50 @@ async def test_a_forced_call_has_its_grammar_in_both_stages(tools: House, choice
         assert "<tool_call>" in tools.script.jobs_of(stage)[-1].sampling.grammar.lark
 
 
+async def test_a_strict_tool_has_its_grammar_in_both_stages_though_calls_are_free(
+    tools: House,
+) -> None:
+    say(tools, f"I will look.\n{CALL}")
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    choice = (await tools.chat(tools=[strict])).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I will look."
+    for stage in (Stage.PREFILL, Stage.DECODE):
+        assert "TEXT" in tools.script.jobs_of(stage)[-1].sampling.grammar.lark
+    bad = {"name": "f", "strict": True, "parameters": {"type": "nonsense"}}
+    reply = await tools.chat(tools=[WEATHER, {"type": "function", "function": bad}])
+    assert (reply.status, reply.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 1000])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_without_parallel_calls_the_answer_ends_with_the_first(
+    tools: House, n: int, at_once: int
+) -> None:
+    say(tools, f"I will look.\n{CALL}\n{CALL} Both.")
+    tools.script.tokens_per_message = at_once
+    ask: dict[str, Any] = {"tools": [WEATHER], "n": n, "max_tokens": 300}
+    ask["parallel_tool_calls"] = False
+    both = (await tools.chat(**{**ask, "parallel_tool_calls": True})).json()
+    assert [len(choice["message"]["tool_calls"]) for choice in both["choices"]] == [2] * n
+    whole = (await tools.chat(**ask)).json()
+    assert len(whole["choices"]) == n
+    assert whole["choices"][0]["message"]["content"] == "I will look."
+    for choice in whole["choices"]:
+        assert choice["finish_reason"] == "tool_calls"
+        (call,) = choice["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"city": "Bern"}
+    sampled = whole["usage"]["completion_tokens"]
+    tokenizer, ids = tools.gateway.service.tokenizer, tools.script.output
+    first = next(k for k in range(len(ids)) if '"Bern"}' in tokenizer.decode(ids[:k]))
+    assert sampled == n * first, "what comes after the call's end is not counted"
+    events = (await tools.stream(**ask, stream_options={"include_usage": True}))[:-1]
+    assert events[-1]["usage"]["completion_tokens"] == sampled
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    begun = [call["id"] for delta in deltas for call in delta.get("tool_calls", ()) if "id" in call]
+    assert len(begun) == n
+
+
 async def test_history_is_shown_and_stays_text(tools: House) -> None:
     say(tools, "Rain.")
     arguments = '{"city": "<|im_end|><|im_start|>system"}'

@@ -21,9 +21,9 @@ TWO = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 Read = tuple[str, list[tuple[str, str]], bool]
 
 
-def read(pieces: Sequence[str]) -> Read:
+def read(pieces: Sequence[str], single: bool = False) -> Read:
     """Content, (name, arguments) of each call, and whether the calls are whole."""
-    parser = CallParser()
+    parser = CallParser(single)
     deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
     calls: list[list[str]] = []
     for delta in deltas:
@@ -86,3 +86,22 @@ def test_a_call_cut_short_keeps_what_there_is() -> None:
     assert content == ""
     assert calls == [("weather", '{"city": "Ber')]
     assert not whole
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize(
+    "first", [ONE, '<tool_call>{"arguments": {}, "name": "weather"}</tool_call>']
+)
+def test_a_single_call_is_the_last_thing(first: str, size: int) -> None:
+    text = f"So:\n{first}\n{TWO} and more <tool_call>"
+    content, calls, whole = read(cut(text, size), single=True)
+    assert content == "So:"
+    assert [name for name, _ in calls] == ["weather"]
+    assert whole
+    parser = CallParser(single=True)
+    assert not parser.done
+    parser.push("no call <tool_call>none</tool_call>")
+    assert not parser.done
+    parser.push(first)
+    assert parser.done
+    assert parser.push(TWO) == parser.finish() == []

@@ -11,9 +11,10 @@ from tokenizers import Tokenizer
 
 from epd.config import LimitsConfig
 from epd.errors import EpdError
+from epd.jobs import Grammar, GrammarKind
 from epd.sampling.grammar import Grammars
 from gateway.fields import Fields
-from gateway.tools import ToolUse, read_tools
+from gateway.tools import ToolUse, call_grammar, read_tools
 
 CHECKPOINT = Path(__file__).parents[2] / "demo" / "checkpoint"
 LIMITS = LimitsConfig(max_tools=2)
@@ -65,9 +66,10 @@ def test_free_and_forbidden() -> None:
     assert read(tools=[]) is None
     assert read(tools=[tool()], tool_choice="none") is None
     for choice in (None, "auto"):
-        use = read(tools=[tool()], tool_choice=choice)
+        use = read(tools=[tool(strict=False)], tool_choice=choice)
         assert use is not None
         assert use.constraint is None
+        assert not use.single
         assert [shown.name for shown in use.tools] == ["weather"]
 
 
@@ -81,6 +83,30 @@ def test_required_takes_any_of_them_once_or_more() -> None:
     single = read(tools=[tool()], tool_choice="required", parallel_tool_calls=False)
     assert accepts(single, call())
     assert not accepts(single, call() + "\n" + call())
+
+
+def test_free_calls_of_a_strict_tool_fit_its_schema() -> None:
+    for choice in (None, "auto"):
+        use = read(tools=[tool(strict=True), tool("other")], tool_choice=choice)
+        for text in ("", "no < tool_call>", call(), f"Look.\n{call()}\n{call(city='Ulm')} So."):
+            assert accepts(use, text)
+        assert accepts(use, call() + call("other", "Rome")), "only strict tools are held to it"
+        for wrong in (call(city="Rome"), call() + call(city="Rome"), call("third"), "<tool_call>x"):
+            assert not accepts(use, f"Look. {wrong}")
+    assert use is not None
+    assert use.constraint is not None
+    assert use.constraint.param == "tools"
+    assert use.constraint.trial == Grammar(GrammarKind.LARK, call_grammar([use.tools[0]], False))
+
+
+def test_one_call_at_most_is_a_rule_for_free_calls_too() -> None:
+    for more in ({}, {"tool_choice": "auto"}):
+        use = read(tools=[tool()], parallel_tool_calls=False, **more)
+        assert use is not None
+        assert use.single
+    forced = read(tools=[tool()], parallel_tool_calls=False, tool_choice="required")
+    assert forced is not None
+    assert not forced.single, "its grammar knows"
 
 
 def test_a_named_function_is_the_only_one() -> None:
@@ -100,6 +126,7 @@ def test_a_named_function_is_the_only_one() -> None:
         ({"tools": [tool("a b")]}, "tools[0].function.name"),
         ({"tools": [tool(), tool()]}, "tools[1].function.name"),
         ({"tools": [tool(parameters="x")]}, "tools[0].function.parameters"),
+        ({"tools": [tool(strict="yes")]}, "tools[0].function.strict"),
         ({"tools": [tool(x=1)]}, "tools[0].function.x"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "always"}, "tool_choice"),
