@@ -157,6 +157,7 @@ def _named_back(found: re.Match[str]) -> str:
 
 def _tool(tool: pb.Tool, param: str) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+    function["strict"] = tool.strict
     if tool.parameters:
         try:
             function["parameters"] = orjson.loads(tool.parameters)

@@ -43,10 +43,17 @@ def image_url(url: str, *, low_detail: bool = False) -> pb.ContentPart:
     return pb.ContentPart(image_url=url, detail=detail)
 
 
-def tool(name: str, description: str = "", parameters: Mapping[str, Any] | None = None) -> pb.Tool:
-    """A function that the model may call; `parameters` is the JSON Schema of its arguments."""
+def tool(
+    name: str,
+    description: str = "",
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    strict: bool = False,
+) -> pb.Tool:
+    """A function that the model may call; `parameters` is the JSON Schema of its arguments,
+    which all calls of a `strict` one fit."""
     text = json.dumps(parameters) if parameters is not None else ""
-    return pb.Tool(name=name, description=description, parameters=text)
+    return pb.Tool(name=name, description=description, parameters=text, strict=strict)
 
 
 def chat_request(

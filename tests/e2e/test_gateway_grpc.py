@@ -166,9 +166,9 @@ async def test_logprobs_have_the_same_bytes(house: House, client: AsyncClient) -
 # --- tools -------------------------------------------------------------------------------
 
 
-def shown() -> pb.Tool:
+def shown(strict: bool = False) -> pb.Tool:
     function: Any = WEATHER["function"]
-    return tool(function["name"], function["description"], function["parameters"])
+    return tool(function["name"], function["description"], function["parameters"], strict=strict)
 
 
 @pytest.mark.parametrize(
@@ -181,20 +181,23 @@ def shown() -> pb.Tool:
     ],
 )
 @pytest.mark.parametrize("parallel", [None, False])
+@pytest.mark.parametrize("strict", [True, False])
 async def test_tools_are_the_same(
     tools: House,  # noqa: F811
     choice: Any,
     over_grpc: str,
     parallel: bool | None,
+    strict: bool,
 ) -> None:
-    say(tools, f"I will look.\n{CALL}")
+    say(tools, f"I will look.\n{CALL}\n{CALL}")
+    weather = {**WEATHER, "function": {**WEATHER["function"], "strict": strict}}
     fields = {} if parallel is None else {"parallel_tool_calls": parallel}
-    whole = (await tools.chat(tools=[WEATHER], tool_choice=choice, **fields)).json()["choices"][0]
+    whole = (await tools.chat(tools=[weather], tool_choice=choice, **fields)).json()["choices"][0]
     over_http = jobs(tools)
     async with AsyncClient(tools.grpc) as client:
         answer = await client.chat(
             [user("what is it?")],
-            tools=[shown()],
+            tools=[shown(strict)],
             tool_choice=over_grpc,
             parallel_tool_calls=parallel,
             max_tokens=64,

@@ -116,9 +116,11 @@ class ChatRequest(_message.Message):
     model: _builtins.str
     """Must name a served model; empty means the only one."""
     client_request_id: _builtins.str
-    """Echoed in logs beside our own id."""
+    """The client's own; sent back in the first metadata as x-client-request-id, and logged
+    beside ours.
+    """
     parallel_tool_calls: _builtins.bool
-    """Whether forced calls may be several; unset: they may."""
+    """Whether calls may be several; unset: they may. False ends the answer with the first."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """Oldest first, at least one."""
@@ -165,22 +167,26 @@ class Tool(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """1 to 64 of a-z, A-Z, 0-9, '_', '.' and '-'; no name twice."""
     description: _builtins.str
     """Tells the model what it is good for."""
     parameters: _builtins.str
     """JSON Schema of the arguments, as JSON; empty: no arguments."""
+    strict: _builtins.bool
+    """Calls that the model makes of its own accord fit the schema, too; forced ones always do."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         description: _builtins.str = ...,
         parameters: _builtins.str = ...,
+        strict: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -260,7 +266,9 @@ class CompletionRequest(_message.Message):
     text: _builtins.str
     """UTF-8; special tokens written in it stay plain text."""
     client_request_id: _builtins.str
-    """Echoed in logs beside our own id."""
+    """The client's own; sent back in the first metadata as x-client-request-id, and logged
+    beside ours.
+    """
     @_builtins.property
     def ids(self) -> Global___TokenIds:
         """For who wants special tokens, or has tokenised already."""
