@@ -25,7 +25,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --retries 5
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos chaos soak storm gpu-check triton contract load-client fuzz bench-gateway bench-overlap bench-growth bench-interference soak-gateway check format protos parity clean
+.PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos chaos soak storm gpu-check triton contract load-client fuzz images bench-gateway bench-overlap bench-growth bench-interference soak-gateway check format protos parity clean
 
 help: ## show this help
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -90,6 +90,10 @@ load-client: $(READY) ## a load client (aiperf, in a virtual environment of its 
 
 fuzz: $(READY) ## 10,000 mutated requests and picture files: no 5xx, no hang, no growth
 	$(BIN)/python -m tests.cases.fuzz --examples 10000
+
+images: $(READY) ## every file of a folder's manifest through the service (MANIFEST=folder)
+	@test -f "$(MANIFEST)/manifest.json" || { echo "make images: MANIFEST=folder, with a manifest.json in it" >&2; exit 1; }
+	EPD_MANIFEST="$(abspath $(MANIFEST))" $(BIN)/python -m pytest -q tests/cases/test_manifest.py $(PYTEST_ARGS)
 
 bench-gateway: $(READY) ## what the gateway adds to a scripted engine, and 1,000 streaming clients of it
 	$(BIN)/python -m bench.gateway.overhead

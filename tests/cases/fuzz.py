@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import psutil
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.cases.memory import resident
 from tests.cases.pictures import body, file, part, quad, text
 from tests.e2e.cluster import Cluster, Reply, request
 
@@ -191,11 +191,6 @@ def run(send: Send, examples: int) -> Counter[int]:
     return counts
 
 
-def memory(cluster: Cluster) -> int:
-    members = [psutil.Process(member.pid) for member in cluster.members]
-    return sum(process.memory_info().rss for process in members)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--examples", type=int, default=10_000)
@@ -209,10 +204,11 @@ def main() -> int:
         try:
             send, before = sender(cluster.address), cluster.pids
             run(send, options.examples // 10)  # caches and pools fill first
-            start = memory(cluster)
+            start = resident(cluster.pids)
             print(dict(run(send, options.examples)))
-            growth = memory(cluster) - start
-            print(f"memory grew by {growth >> 20} MiB")
+            growth = resident(cluster.pids) - start
+            print(f"memory of all processes, helpers included: {start >> 20} MiB at first, "
+                  f"{growth >> 20} MiB more at the end")  # fmt: skip
             cluster.assert_clean()
             lost = cluster.pids != before or not all(m.alive for m in cluster.members)
             print(f"process ids {'CHANGED' if lost else 'unchanged'}")

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import struct
-import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -16,6 +13,7 @@ import pytest
 from epd import images
 from epd.config import LimitsConfig
 from epd.errors import EpdError
+from tests.cases.memory import peak_growth
 from tests.cases.pictures import (
     ask,
     body,
@@ -32,31 +30,6 @@ from tests.cases.pictures import (
 from tests.e2e.cluster import Cluster
 
 LIMITS = LimitsConfig()
-
-
-def memory(cluster: Cluster) -> int:
-    """Resident bytes of gateway and encoder, with their children."""
-    owners = [psutil.Process(cluster.worker(role).pid) for role in ("gateway", "encode")]
-    family = [p for owner in owners for p in (owner, *owner.children(recursive=True))]
-    return sum(process.memory_info().rss for process in family if process.is_running())
-
-
-@contextmanager
-def peak_growth(cluster: Cluster) -> Iterator[Callable[[], int]]:
-    """Yields a function that gives the most that memory has grown since."""
-    start, peak, done = memory(cluster), [0], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.02):
-            peak[0] = max(peak[0], memory(cluster) - start)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield lambda: peak[0]
-    finally:
-        done.set()
-        thread.join()
 
 
 def broken_data() -> bytes:

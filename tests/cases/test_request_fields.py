@@ -198,12 +198,23 @@ async def test_req_10_a_plain_body_of_curl(house: House) -> None:
 
 
 def test_req_06_tiny_temperatures_are_greedy(cluster: Cluster) -> None:
-    greedy = said(cluster, temperature=0, max_tokens=8)["message"]["content"]
+    """Below 1e-5 by rule; 1e-4 is drawn, and what is drawn there is the greedy choice."""
+
+    def scored(temperature: float) -> tuple[str, list[float]]:
+        asked = {"temperature": temperature, "max_tokens": 8, "ignore_eos": True, "logprobs": True}
+        choice = said(cluster, **asked, top_logprobs=2)
+        entries = choice["logprobs"]["content"]
+        assert len(entries) == 8
+        tops = [top["logprob"] for entry in entries for top in entry["top_logprobs"]]
+        return choice["message"]["content"], [*(entry["logprob"] for entry in entries), *tops]
+
+    greedy, logprobs = scored(0)
     assert greedy
-    for temperature in (1e-7, 5e-324, -0.0):
-        choice = said(cluster, temperature=temperature, max_tokens=8, logprobs=True)
-        assert choice["message"]["content"] == greedy
-    said(cluster, temperature=1e-4, max_tokens=8)
+    assert all(-9999 < logprob <= 0 for logprob in logprobs)
+    for temperature in (1e-4, 2e-5, 1e-5, 9e-6, 1e-7, 5e-324, -0.0):
+        content, found = scored(temperature)
+        assert content == greedy, temperature
+        assert found == pytest.approx(logprobs, abs=1e-3), temperature
 
 
 def test_req_07_stop_forms_and_a_seed_of_ones_own(cluster: Cluster) -> None:
