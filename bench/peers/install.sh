@@ -10,8 +10,15 @@ site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("pureli
 # A CPU build of torch beside a torchvision wheel that is linked to CUDA: its compiled part
 # can't load. Two registrations then fail at import, and decode_image is missing; PIL does it.
 patch_torchvision() {
-  sed -i -E 's,^@torch.library.register_fake\("torchvision::(nms|qnms)"\),# no compiled part: &,' \
-    "$site/torchvision/_meta_registrations.py"
+  "$venv/bin/python" - "$site" <<'PY'
+import pathlib, sys
+file = pathlib.Path(sys.argv[1], "torchvision", "_meta_registrations.py")
+text = file.read_text()
+for name in ("nms", "qnms"):
+    line = f'@torch.library.register_fake("torchvision::{name}")'
+    text = text.replace("\n" + line, "\n# no compiled part: " + line)
+file.write_text(text)
+PY
   grep -q _has_image_ops "$site/torchvision/io/image.py" || return 0
   grep -q "without its compiled part" "$site/torchvision/io/image.py" && return 0
   cat >> "$site/torchvision/io/image.py" <<'PY'
