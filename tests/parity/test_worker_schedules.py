@@ -101,7 +101,7 @@ async def play(house: House, drawn: dict[str, Any], together: list[list[Guest]])
             for guest, answer in zip(wave, answers, strict=True):
                 if answer is not None:
                     assert answer == house.right[guest.case], guest
-            trio.pass_time()
+            await trio.pass_time()
         await trio.shut_down()
 
 

@@ -194,19 +194,28 @@ class Pair:
             await _until_terminal(visit.ticket)
         self.prefill.close(visit.ticket, clean=clean)
 
-    def pass_time(self) -> None:
+    async def settle(self) -> None:
+        """Until nothing runs: a request that left in the middle of a step is held till the
+        step's end, and its lost blocks only then begin to wait for their reader."""
+        async with asyncio.timeout(30):
+            while any(worker.state()["tickets"] or worker.steps.in_step for worker in self.workers):
+                await asyncio.sleep(0.002)
+
+    async def pass_time(self) -> None:
         """What lost readers withheld is free again."""
+        await self.settle()
         for memory, worker in zip(self.memories, self.workers, strict=True):
             memory.now += 2
             worker.tick()
 
     async def shut_down(self) -> None:
+        await self.settle()
         for worker in self.workers:
-            await asyncio.sleep(0.02)
             await worker.shut_down()
             worker.check_integrity()
             state = worker.state()
-            assert state.get("kv_blocks_used", 0) == state.get("arena_bytes_used", 0) == 0
+            left = {name: state.get(name, 0) for name in ("kv_blocks_used", "arena_bytes_used")}
+            assert not any(left.values()), f"{worker.stage} still holds {left}"
 
 
 async def _until_terminal(ticket: Any) -> None:
