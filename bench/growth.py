@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.asking import Asker, user
+from bench.flags import whole_numbers
 from bench.growth_figures import AXES, Curve, document, draw, table
 from bench.overlap import pinned
 from bench.service import Service, epd_service
@@ -196,10 +197,6 @@ def main() -> None:
     print(f"\n{told}")
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -210,10 +207,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--side", type=int, default=448)
     parser.add_argument("--set", dest="settings", action="append", default=[])
     parser.add_argument(
-        "--prompts", dest="prompt", type=_numbers, default="128,256,512,1024,2048,4096,8192"
+        "--prompts", dest="prompt", type=whole_numbers, default="128,256,512,1024,2048,4096,8192"
     )
-    parser.add_argument("--images", type=_numbers, default="1,2,4,8,16")
-    parser.add_argument("--streams", type=_numbers, default="1,2,4,8,16,32,64")
+    parser.add_argument("--images", type=whole_numbers, default="1,2,4,8,16")
+    parser.add_argument("--streams", type=whole_numbers, default="1,2,4,8,16,32,64")
     return parser.parse_args()
 
 

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.contenders import Contender, Start, all_running, epd_monolithic, epd_split, rival
+from bench.flags import whole_numbers
 from bench.interference_figures import Found, best_budget, document, draw, tables
 from bench.peers import servers
 from bench.scenarios import AS_RECORDED, IMAGE, interference
@@ -136,10 +137,6 @@ def _starts(given: argparse.Namespace) -> list[Start]:
     return starts
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -147,8 +144,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=12.0)
-    parser.add_argument("--budgets", type=_numbers, default="30,60,125,250")
-    parser.add_argument("--bursts", type=_numbers, default="1,2,4")
+    parser.add_argument("--budgets", type=whole_numbers, default="30,60,125,250")
+    parser.add_argument("--bursts", type=whole_numbers, default="1,2,4")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--vllm", type=Path)
     parser.add_argument("--preload", default="", help="libraries for vLLM: tcmalloc, OpenMP")
