@@ -49,8 +49,8 @@ test: test-unit test-cases test-parity test-e2e test-chaos ## all tests: unit, r
 test-unit: $(READY) ## fast tests, no processes
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not long" tests/unit $(PYTEST_ARGS)
 
-test-cases: $(READY) ## faults met in public with systems of this kind (docs/cases.md)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not long" tests/cases $(PYTEST_ARGS)
+test-cases: $(READY) ## faults met in public with systems of this kind (docs/cases.md), and real clients
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not long" tests/cases tests/contract $(PYTEST_ARGS)
 
 test-parity: $(READY) ## numbers against transformers
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not long" tests/parity $(PYTEST_ARGS)
@@ -62,7 +62,7 @@ test-chaos: $(READY) ## real processes, hurt on purpose
 	$(BIN)/python -m pytest -q -m "not long" tests/chaos $(PYTEST_ARGS)
 
 test-long: $(READY) ## what `make test` leaves out for time: more families, topologies and fault points
-	$(BIN)/python -m pytest -q -m long tests/parity tests/e2e tests/chaos $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m long --hypothesis-profile=explore tests/parity tests/e2e tests/chaos $(PYTEST_ARGS)
 
 chaos: $(READY) ## an hour of checked traffic over a service that is hurt all the time (CHAOS_ARGS="--minutes 5")
 	$(BIN)/python -m tests.chaos.run $(CHAOS_ARGS)
@@ -80,7 +80,7 @@ triton: $(READY) ## the GPU's attention kernel on the CPU, by Triton's interpret
 	$(PIP) install -q "triton>=3.4"
 	$(BIN)/python -m pytest -q tests/unit/test_gpu_attention.py tests/unit/test_gpu_graphs.py $(PYTEST_ARGS)
 
-contract: $(READY) ## the API, by clients that nobody here wrote (brings schemathesis along)
+contract: $(READY) ## the API, by clients that nobody here wrote, schemathesis as well (brings it along)
 	$(PIP) install -q "schemathesis>=4,<5"
 	$(BIN)/python -m pytest -q tests/contract $(PYTEST_ARGS)
 

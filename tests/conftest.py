@@ -7,10 +7,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if not os.path.exists("/dev/nvidia0"):
     # Before anything imports Triton: its kernels are run by its interpreter, on the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Speed is no property: no example may fail for being slow. By default the examples are the
+# same in every run, so that a build fails for what has changed; `--hypothesis-profile=explore`
+# (make test-long) draws new ones.
+settings.register_profile(
+    "steady",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("explore", parent=settings.get_profile("steady"), derandomize=False)
+settings.load_profile("steady")
 
 TinyCheckpoint = Callable[..., Path]
 

@@ -17,6 +17,7 @@ from epd.jobs import ImageItem
 from epd.kv.pool import KvPool
 from epd.models.lm import ForwardBatch
 from tests.unit.fake_stage import BLOCK, IMAGE, FakeLm
+from tests.waiting import LIMIT_S
 
 PICTURES = "ABCDE"
 ROW_BYTES = 64 << 10
@@ -48,7 +49,7 @@ class KvLm(FakeLm):
         self.spec = replace(self.spec, hidden=ROW_BYTES // 4)
 
     def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
-        assert self.gate.wait(5)
+        assert self.gate.wait(LIMIT_S)
         rows = iter(_embedding_rows(batch))
         at, said = 0, []
         for sequence in batch.sequences:

@@ -23,7 +23,6 @@ from tests.cases.pictures import body, counter, data_url, file, noise, part, sol
 from tests.cases.test_pressure import Leaver, at_once
 from tests.e2e.cluster import Cluster, Reply, request
 
-pytestmark = pytest.mark.timeout(240)
 BLOCK = 16
 COLOURS = ("red", "green", "blue")
 

@@ -22,15 +22,14 @@ from prefill.ticket import FirstToken
 from protos.epd.v1 import gateway_pb2_grpc
 from tests.cases.test_grpc import ask
 from tests.e2e.cluster import ROOT
-from tests.e2e.fake_stages import Call, fail
+from tests.e2e.fake_stages import Call, fail, hang
 from tests.e2e.gateway_house import CHAT, House, raw
 from tests.e2e.http_client import Connection, get, post
 from tests.e2e.peer_process import Memory, PeerProcess
 from tests.unit import decode_bench, prefill_bench, test_encode_worker
 from tests.unit.fake_stage import POISON, prefill_job
 from tests.unit.test_policy_metrics import documented
-
-pytestmark = pytest.mark.timeout(60)
+from tests.waiting import until
 
 
 def ended() -> Counter[str]:
@@ -60,7 +59,7 @@ async def left(house: House, **fields: Any) -> None:
         await connection.head()
         await anext(connection.events())
     else:
-        await asyncio.sleep(0.2)
+        await until(lambda: house.gateway.service.inflight)
     connection.close()
     await house.settled()
 
@@ -77,8 +76,9 @@ async def over_grpc(house: House, request: Any, leave: bool = False) -> None:
     await house.settled()
 
 
-async def slowly(call: Call) -> None:
-    await asyncio.sleep(0.05)
+async def not_to_the_end(call: Call) -> None:
+    if call.token >= 3:
+        await hang(call)
 
 
 async def test_ops_07_every_request_is_counted_once_however_it_ends(house: House) -> None:
@@ -94,7 +94,7 @@ async def test_ops_07_every_request_is_counted_once_however_it_ends(house: House
     await over_grpc(house, ask())
     await over_grpc(house, ask("a" * 10_000))
     sent += Counter(ok=1, refused=4)
-    house.script.hooks["decode.token"] = slowly
+    house.script.hooks["decode.token"] = not_to_the_end
     await left(house, stream=True)
     await left(house)
     await over_grpc(house, ask(), leave=True)
@@ -156,7 +156,7 @@ async def decode_and_be_pushed_out() -> None:
     await decode_bench.drain(older)
     for ticket in (older, younger):
         bench.worker.close(ticket)
-    await bench.worker.shut_down()
+    await bench.close()
 
 
 async def prefill_and_fail_a_step() -> None:
@@ -164,9 +164,9 @@ async def prefill_and_fail_a_step() -> None:
     for ids in ([20, 21], [20, POISON]):
         ticket = await bench.worker.submit(prefill_job(ids))
         with suppress(EpdError):
-            await prefill_bench.until(ticket, FirstToken)
+            await prefill_bench.until_event(ticket, FirstToken)
         bench.worker.close(ticket, clean=True)
-    await bench.worker.shut_down()
+    await bench.close()
 
 
 async def encode_more_than_is_kept() -> None:
@@ -174,7 +174,7 @@ async def encode_more_than_is_kept() -> None:
     for picture in (1, 2, 3, 4, 1):
         ticket, _ = await bench.ready(test_encode_worker.job(picture))
         bench.worker.close(ticket, clean=True)
-    await bench.worker.shut_down()
+    await bench.close()
 
 
 async def lose_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,7 @@ from tests.conftest import TinyCheckpoint
 from tests.e2e.stage_driver import Client, Planner, Request, greedy
 from tests.e2e.stage_processes import Stages
 from tests.tiny.reference import reference_generate
-
-pytestmark = pytest.mark.timeout(240)
+from tests.waiting import LIMIT_S
 
 BLOCK = 8
 POOL = 40
@@ -133,7 +132,7 @@ async def test_hnd_01_split_equals_joined_where_positions_jump(
 
 async def test_hnd_01_decode_refuses_a_job_without_it(client: Client, planner: Planner) -> None:
     request = planner.request(ask(1), IMAGES[:1])
-    call = client.decode.Run(timeout=20)
+    call = client.decode.Run(timeout=LIMIT_S)
     job = decode_job_to_proto(
         DecodeJob(
             request.name, 0, request.nonce, tuple(request.token_ids), request.prompt_length,
@@ -256,10 +255,10 @@ async def test_hnd_10_the_same_prompt_again_and_again(
     ids = [11, 12, 13, 14] * (length // 4) + [15] * (length % 4)
     first = (await client.run(of_ids(planner, ids, 3))).ids
     for _ in range(8):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             assert (await client.run(of_ids(planner, ids, 3))).ids == first
     at_once = [client.run(of_ids(planner, ids, 3)) for _ in range(12)]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         assert {tuple(a.ids) for a in await asyncio.gather(*at_once)} == {tuple(first)}
 
 

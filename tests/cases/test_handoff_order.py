@@ -20,13 +20,11 @@ from tests.cases.test_grpc import ask
 from tests.e2e.fake_stages import Call, Fake, fail, hang
 from tests.e2e.gateway_house import CHAT, House, raw
 from tests.e2e.http_client import Connection
-
-pytestmark = pytest.mark.timeout(60)
+from tests.waiting import LIMIT_S, soon
 
 
 async def reached(event: asyncio.Event) -> None:
-    async with asyncio.timeout(10):
-        await event.wait()
+    await asyncio.wait_for(event.wait(), LIMIT_S)
 
 
 def released_cleanly(house: House) -> bool:
@@ -124,10 +122,9 @@ async def test_hnd_07_decode_is_told_at_once_that_prefill_failed(house: House) -
 
     house.script.hooks |= {"decode.fetch": waits, "prefill.first": fails}
     for _ in range(5):
-        start = time.monotonic()
-        replies = await asyncio.gather(*(house.chat() for _ in range(6)))
-        await house.settled()
-        assert time.monotonic() - start < 2.0
+        with soon(20, instead_of="the deadline of a read, or of a request"):
+            replies = await asyncio.gather(*(house.chat() for _ in range(6)))
+            await house.settled()
         assert {reply.status for reply in replies} == {500}
     assert len(waiting) == 30
     house.script.hooks.clear()
@@ -212,10 +209,10 @@ async def test_hnd_23_a_transfer_that_never_ends_ends_with_the_deadline(house: H
     """One deadline under all stages, and both ends are free again soon after it."""
     house.script.hooks["decode.fetch"] = hang
     start = time.monotonic()
-    assert await grpc_code(house, 0.8) is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert 0.7 < time.monotonic() - start < 1.8
-    await house.settled()
-    assert time.monotonic() - start < 2.8
+    with soon(20, instead_of="a deadline of the gateway's own"):
+        assert await grpc_code(house, 2.0) is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert time.monotonic() - start > 1.9
+        await house.settled()
     assert house.journal[-3:] == ["decode: Cancel", "decode: ReadsTerminal", "prefill: half-close"]
 
 
@@ -236,10 +233,9 @@ async def test_hnd_32_a_client_that_leaves_between_prefill_and_decode(
     house.script.hooks["decode.job"] = not_yet
     connection = await Connection.send(house.http, "POST", CHAT, raw(stream=stream))
     await reached(between)
-    start = time.monotonic()
     connection.close()
-    await house.settled()
-    assert time.monotonic() - start < 2.0
+    with soon(20, instead_of="a deadline"):
+        await house.settled()
     assert house.journal[-1] == "prefill: half-close"
 
 

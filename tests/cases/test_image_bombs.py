@@ -28,6 +28,7 @@ from tests.cases.pictures import (
     solid,
 )
 from tests.e2e.cluster import Cluster
+from tests.waiting import promised
 
 LIMITS = LimitsConfig()
 
@@ -57,7 +58,7 @@ def test_img_02_broken_data_does_not_spin(cluster: Cluster) -> None:
         return sum(one.user + one.system for one in times)
 
     start = busy()
-    time.sleep(2)
+    time.sleep(2)  # CPU time of this stretch is measured
     assert busy() - start < 0.5, "something goes on with a request that has failed"
     assert {p.pid for p in (encode, *encode.children(recursive=True))} == pids
 
@@ -90,7 +91,7 @@ def test_img_15_too_many_pixels_cost_nothing(cluster: Cluster) -> None:
         small = pool.submit(ask, cluster, file(quad()))
         for reply in bombs:
             refused(reply.result(), "13000 x 13000", code="image_too_large")
-            assert reply.result().seconds < 5
+            assert reply.result().seconds < promised(5)
         assert small.result().status == 200
         assert growth() < 100 << 20
 
@@ -141,11 +142,12 @@ def test_img_02_a_file_that_decodes_for_minutes_dies_alone(cluster: Cluster) -> 
     usual = max(ask(cluster, file(quad())).seconds for _ in range(3))
     with ThreadPoolExecutor(2) as pool:
         slow = pool.submit(ask, cluster, bomb)
-        time.sleep(0.5)
+        time.sleep(0.5)  # into the 3 s of its decoder
         beside = [ask(cluster, file(quad())) for _ in range(5)]
         refused(slow.result(), "takes more than 3 s to decode")
     assert {reply.status for reply in beside} == {200}
-    assert sorted(reply.seconds for reply in beside)[2] < 5 * usual + 0.5, "others waited for it"
+    # Its decoder spins for 3 s of CPU.
+    assert sorted(reply.seconds for reply in beside)[2] < 5 * usual + 1.5, "others waited for it"
     assert counter(encode.metrics(), "epd_decoders_lost_total") == lost + 1
     assert ask(cluster, file(quad())).status == 200
 

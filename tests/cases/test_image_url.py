@@ -25,6 +25,7 @@ from tests.cases.pictures import (
 )
 from tests.cases.site import Site, ok, redirect, status
 from tests.e2e.cluster import Cluster, Reply, Worker, request
+from tests.waiting import promised
 
 PICTURE = file(quad())
 SAME = 1e-3
@@ -148,7 +149,7 @@ def test_url_05_odd_spellings(public: Worker, site: Site, host: str) -> None:
 def test_url_05_addresses_of_clouds_and_houses(public: Worker, url: str) -> None:
     reply = ask_public(public, url)
     refused(reply, "not on the public internet", code=URL_CODE)
-    assert reply.seconds < 2, "it was dialled"
+    assert reply.seconds < promised(2), "it was dialled"
 
 
 def test_url_05_ports_are_limited(public: Worker) -> None:
@@ -241,18 +242,18 @@ def test_url_09_servers_that_drip(cluster: Cluster, site: Site) -> None:
     normal = max(ask(cluster, PICTURE).seconds for _ in range(3))
     with ThreadPoolExecutor(64) as pool:
         slow = [pool.submit(ask, cluster, part(site.url("/drip"))) for _ in range(64)]
-        time.sleep(1)
+        time.sleep(1)  # into the 4 s of the others
         other = ask(cluster, PICTURE)
         replies = [reply.result() for reply in slow]
     assert other.status == 200
-    assert other.seconds < normal + 2
+    assert other.seconds < normal + promised(2)
     assert {reply.status for reply in replies} <= {400, 429}
     late = [reply for reply in replies if reply.status == 400]
     assert late
     for reply in late:
         refused(reply, "within 4 s", code=URL_CODE)
     assert all("retry-after" in r.headers for r in replies if r.status == 429)
-    assert max(reply.seconds for reply in replies) < 9
+    assert max(reply.seconds for reply in replies) < promised(9)
 
 
 TROUBLE: dict[str, tuple[bytes, str, str]] = {
@@ -288,7 +289,7 @@ def test_url_10_bodies_without_end(cluster: Cluster, site: Site) -> None:
     for path in ("/chunks", "/huge"):
         reply = ask(cluster, part(site.url(path)))
         refused(reply, "more than 1048576 bytes", code="image_too_large")
-        assert reply.seconds < 3
+        assert reply.seconds < promised(3)
     site.answers["/fits"] = ok(file(noise(500, 500)))
     assert ask(cluster, part(site.url("/fits"))).status == 200
 

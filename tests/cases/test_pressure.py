@@ -20,9 +20,11 @@ import pytest
 
 from tests.cases.pictures import body, counter, file, noise, solid, text
 from tests.e2e.cluster import Cluster, Reply, request
+from tests.waiting import promised, soon
 
-pytestmark = pytest.mark.timeout(240)
 Body = dict[str, Any]
+MOST = 350
+"""Tokens of an output that nobody waits for."""
 
 
 def question(number: int, **fields: Any) -> Body:
@@ -82,12 +84,13 @@ def steps(cluster: Cluster, stage: str) -> int:
     return int(cluster.worker(stage).debug_state()["steps"])
 
 
-def quiet(cluster: Cluster, within_s: float) -> None:
-    """Everything is idle soon, and decode stays so."""
-    cluster.assert_clean(within_s)
-    before = steps(cluster, "decode")
+def quiet(cluster: Cluster, before: int) -> None:
+    """Everything is idle, without the whole output, and decode stays so."""
+    cluster.assert_clean()
+    after = steps(cluster, "decode")
+    assert after - before < MOST - 5, "it was made to its end"
     time.sleep(0.1)
-    assert steps(cluster, "decode") == before
+    assert steps(cluster, "decode") == after
 
 
 # -- one's own answer -------------------------------------------------------------
@@ -136,7 +139,7 @@ def test_hnd_28_lif_07_long_outputs_that_push_each_other_out(tight: Cluster) -> 
         while not crowd.done():
             time.sleep(1.0)
             moved.append(steps(tight, "decode"))
-            assert len(moved) < 6 or moved[-1] > moved[-6], "no token in 5 s"
+            assert len(moved) < 16 or moved[-1] > moved[-16], "no token in 15 s"
         replies = crowd.result()
     assert [reply.json["usage"]["completion_tokens"] for reply in replies] == [190] * 8
     assert answer(replies[5]) == alone
@@ -178,9 +181,8 @@ def test_lif_04_four_storms_and_a_probe(tight: Cluster) -> None:
         time.sleep(0.25)
         for leaver in leavers:
             leaver.leave()
-    start = time.monotonic()
-    assert tight.chat(question(3)).status == 200
-    assert time.monotonic() - start < 5.0
+    with soon(promised(5.0), instead_of="what nobody waits for any more"):
+        assert tight.chat(question(3)).status == 200
 
 
 # -- clients that leave ------------------------------------------------------------
@@ -188,20 +190,22 @@ def test_lif_04_four_storms_and_a_probe(tight: Cluster) -> None:
 
 @pytest.mark.parametrize("half", [False, True])
 def test_lif_01_a_stream_that_is_left(tight: Cluster, half: bool) -> None:
-    leaver = Leaver(tight, question(1, max_tokens=350, stream=True))
+    before = steps(tight, "decode")
+    leaver = Leaver(tight, question(1, max_tokens=MOST, stream=True))
     leaver.chunks(3)
     leaver.leave(half)
-    quiet(tight, 2.0)
+    quiet(tight, before)
     leaver.close()
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.1, 0.2, 0.4])
 @pytest.mark.parametrize("stream", [False, True])
 def test_lif_02_left_without_a_word(tight: Cluster, after_s: float, stream: bool) -> None:
-    leaver = Leaver(tight, question(2, max_tokens=350, stream=stream))
-    time.sleep(after_s)
+    before = steps(tight, "decode")
+    leaver = Leaver(tight, question(2, max_tokens=MOST, stream=stream))
+    time.sleep(after_s)  # a moment that is the case
     leaver.leave()
-    quiet(tight, 2.0)
+    quiet(tight, before)
 
 
 # -- memory of processes -------------------------------------------------------------

@@ -17,8 +17,6 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.gateway_house import CHAT, House, raw
 from tests.e2e.http_client import Reply, post
 
-pytestmark = pytest.mark.timeout(120)
-
 PICTURE = file(quad())
 SCHEMA = {
     "type": "object",

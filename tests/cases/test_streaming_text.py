@@ -22,12 +22,11 @@ from gateway.checkpoint import Loaded
 from gateway.completions import CompletionEncoder
 from gateway.openai import Encoder
 from protos.epd.v1 import common_pb2
-from tests.e2e.fake_stages import Call, fail
+from tests.e2e.fake_stages import Call, fail, hang
 from tests.e2e.gateway_house import House, body
 from tests.e2e.http_client import post
 from tests.e2e.test_gateway_bounds import opened
 
-pytestmark = pytest.mark.timeout(60)
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 WORLD = "á👩‍🚀漢字🇨🇭ไทย"
 
@@ -108,15 +107,16 @@ async def test_str_03_a_match_cancels_decode_and_counts_what_was_sampled(house: 
     script(house, ALPHABET, 0)
     made = [0]
 
-    async def slow(call: Call) -> None:
+    async def up_to_ten(call: Call) -> None:
         made[0] = call.token
-        await asyncio.sleep(0.01)
+        if call.token == 10:
+            await hang(call)  # until it is cancelled
 
-    house.script.hooks["decode.token"] = slow
+    house.script.hooks["decode.token"] = up_to_ten
     usage = (await house.chat(stop="CDE")).json()["usage"]
     await house.settled()
     assert usage["completion_tokens"] == 5
-    assert made[0] < 15, "decode went on"
+    assert made[0] <= 10
     assert "decode: Cancel" in house.journal
     reply = await house.chat(include_stop_str_in_output=True)
     assert reply.json()["error"]["param"] == "include_stop_str_in_output"
@@ -284,7 +284,6 @@ async def test_str_09_a_slow_stream_comes_whole(house: House) -> None:
     assert "".join(deltas(await house.stream())) == ALPHABET
 
 
-@pytest.mark.timeout(240)
 async def test_str_08_two_hundred_streams_end_whole(loaded: Loaded) -> None:
     """Scripted stages; 1,000 of them: make bench-gateway."""
     limits = {"max_inflight": 256}

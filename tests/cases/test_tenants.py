@@ -5,7 +5,6 @@ That both APIs give each key its salt is tested in `tests/e2e/test_gateway_acces
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,6 @@ from tests.e2e.http_client import post
 from tests.unit import decode_bench, prefill_bench
 from tests.unit.fake_stage import decode_job, prefill_job
 
-pytestmark = pytest.mark.timeout(60)
 PROMPT = Prompt((20, 20, 21, "A", 22, 23, "B", 24, 20))
 ALICE, BOB = b"alice" * 6, b"bob" * 10
 
@@ -39,7 +37,7 @@ async def test_key_06_prefill_finds_nothing_of_another_tenant(
         ticket = await many.bench.worker.submit(job)
         (admitted,) = [
             event
-            for event in await prefill_bench.until(ticket, Admitted)
+            for event in await prefill_bench.until_event(ticket, Admitted)
             if isinstance(event, Admitted)
         ]
         for index in admitted.missing_items:
@@ -48,7 +46,7 @@ async def test_key_06_prefill_finds_nothing_of_another_tenant(
             many.bench.worker.embedding_ready(ticket, index, announced(many.bench, memory))
         (first,) = [
             event
-            for event in await prefill_bench.until(ticket, FirstToken)
+            for event in await prefill_bench.until_event(ticket, FirstToken)
             if isinstance(event, FirstToken)
         ]
         assert first.token.id == PROMPT.after(1)[0]
@@ -81,9 +79,7 @@ async def test_key_06_decode_finds_nothing_of_another_tenant(
         return admitted.cached_tokens
 
     assert [await ask(salt) for salt in (ALICE, ALICE, BOB, b"")] == [0, 8, 0, 0]
-    await asyncio.sleep(0)
-    await bench.worker.shut_down()
-    assert bench.used == 0
+    await bench.close()
 
 
 KEYS = ("key-of-alice", "key-of-bob")

@@ -28,7 +28,6 @@ from tests.e2e.test_gateway_tools import (  # noqa: F401 (fixtures)
     with_template,
 )
 
-pytestmark = pytest.mark.timeout(60)
 ARGUMENTS = '{"city": "Bern"}'
 PICTURE = file(quad())
 HISTORY = [

@@ -5,7 +5,6 @@ Over scripted stages where the order of events matters, over real ones where num
 
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import Any
 
@@ -22,8 +21,7 @@ from tests.e2e.fake_stages import Call, fail, hang
 from tests.e2e.gateway_house import House, raw
 from tests.e2e.gateway_house import body as chat_body
 from tests.e2e.http_client import Connection, Reply, post
-
-pytestmark = pytest.mark.timeout(60)
+from tests.waiting import until
 
 
 def texts(reply: Reply) -> list[str]:
@@ -97,6 +95,7 @@ async def test_one_choice_may_end_with_its_first_token(house: House) -> None:
     assert content[1] == ""
     assert content[0] == others
     assert set(reasons) == {0, 1, 2}
+    await house.settled()
     assert "decode: Cancel" in house.journal
 
 
@@ -163,9 +162,7 @@ async def test_a_client_that_goes_away_frees_all_choices(house: House) -> None:
         raw(n=4, stream=True),
     )  # fmt: skip
     await connection.head()
-    async with asyncio.timeout(5):
-        while len(house.script.jobs_of(Stage.DECODE)) < 4:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(house.script.jobs_of(Stage.DECODE)) >= 4)
     connection.close()
     await house.settled()
     assert house.journal.count("decode: Cancel") == 4

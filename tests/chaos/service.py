@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,8 @@ from tests.e2e.cluster import (
     still_runs,
 )
 from tests.netns import Network, Node, Unavailable
+from tests.ports import free_ports
+from tests.waiting import LIMIT_S
 
 GATEWAYS = 2
 NAME = "epd.internal"
@@ -144,7 +145,7 @@ class Service:
         addresses = []
         for place in self.gateways:
             host = place.worker.settings["gateway.host"]
-            ports = _free_ports(3)
+            ports = free_ports(3)
             keys = ("membership_port", "http_port", "grpc_port")
             for key, port in zip(keys, ports, strict=True):
                 place.worker.settings[f"gateway.{key}"] = str(port)
@@ -188,7 +189,7 @@ class Service:
         """Certificates of the same authority, as an operator renews them."""
         self.identity.renew(self.authority)
 
-    def leaks(self, limit_s: float = 25.0) -> list[str]:
+    def leaks(self, limit_s: float = LIMIT_S) -> list[str]:
         """What an idle service still holds, when it has had its time."""
         deadline = time.monotonic() + limit_s
         while (found := [line for place in self.places for line in self._leaks(place)]) and (
@@ -228,7 +229,7 @@ class Service:
             code = place.worker.finish()
             if code != 0:
                 faults.append(f"{place.name}: exit code {code}")
-        deadline = time.monotonic() + 3.0
+        deadline = time.monotonic() + LIMIT_S
         while any(map(still_runs, family)) and time.monotonic() < deadline:
             time.sleep(0.05)
         faults += [f"process left over: {child}" for child in family if still_runs(child)]
@@ -254,11 +255,3 @@ def _target(entry: Path) -> str:
         return os.readlink(entry)
     except OSError:
         return "socket:"  # closed meanwhile
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

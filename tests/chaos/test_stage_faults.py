@@ -18,8 +18,6 @@ from tests.e2e.stage_driver import Client, Planner, Request, StageFailed
 from tests.e2e.stage_processes import Stages
 from tests.tiny.reference import reference_generate
 
-pytestmark = pytest.mark.timeout(200)
-
 SETTINGS = {"transfer__read_deadline_s": 1.0, "transfer__quarantine_margin_s": 0.2}
 FAULTS = {
     "encode": "lease.stale:1/2",

@@ -18,10 +18,7 @@ from tests.cases.pictures import file, solid
 from tests.e2e.gateway_house import House
 
 PROGRAM = os.environ.get("GRPCURL") or shutil.which("grpcurl")
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.skipif(PROGRAM is None, reason="grpcurl is not here (docs/api.md)"),
-]
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="grpcurl is not here (docs/api.md)")
 
 
 async def grpcurl(*arguments: str, message: Any = None) -> tuple[int, str, str]:

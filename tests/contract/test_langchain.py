@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import pytest
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -13,8 +12,6 @@ from pydantic import BaseModel
 from epd.jobs import Stage
 from tests.e2e.gateway_house import House, picture
 from tests.e2e.test_gateway_tools import CALL, say
-
-pytestmark = pytest.mark.timeout(60)
 
 
 class Found(BaseModel):

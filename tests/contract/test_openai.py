@@ -16,13 +16,12 @@ from tests.e2e.fake_stages import fail
 from tests.e2e.gateway_house import House, body
 from tests.e2e.test_gateway_tools import CALL, WEATHER, say
 
-pytestmark = pytest.mark.timeout(60)
 ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What?"}]
 
 
 def connect(house: House, retries: int = 0, key: str = "x") -> openai.AsyncOpenAI:
     url = f"http://{house.http}/v1"
-    return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=retries, timeout=20)
+    return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=retries, timeout=60)
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from tests.e2e.gateway_house import House, picture
 from tests.e2e.http_client import post
 from tests.e2e.test_gateway_tools import CALL, WEATHER, say
 
-pytestmark = pytest.mark.timeout(60)
 TOOL = {"type": "function", "strict": False, **WEATHER["function"]}
 
 UNSAID: dict[str, Any] = {
@@ -34,7 +33,7 @@ UNSAID: dict[str, Any] = {
 
 def connect(house: House) -> openai.AsyncOpenAI:
     url = f"http://{house.http}/v1"
-    return openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0, timeout=20)
+    return openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0, timeout=60)
 
 
 async def test_whole_and_streamed(house: House) -> None:

@@ -14,7 +14,6 @@ import pytest
 from tests.e2e.gateway_house import House
 
 pytest.importorskip("schemathesis")
-pytestmark = pytest.mark.timeout(120)
 
 
 async def test_every_described_request_has_a_described_answer(house: House, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import os
 import queue
 import re
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -34,12 +33,15 @@ from epd.forkserver import Process
 from epd.lifetime import expect_parent
 from tests.e2e.forks import ROOT, start
 from tests.netns import LAN, Node
+from tests.ports import free_ports
+from tests.waiting import LIMIT_S
 
 DEMO_CHECKPOINT = ROOT / "demo" / "checkpoint"
 GATEWAY, STAGES = "gateway", ("encode", "prefill", "decode")
 
 START_LIMIT_S = 200.0
-IDLE_LIMIT_S = 15.0
+IDLE_LIMIT_S = 60.0
+"""What leaks is there for ever; this is only when a test stops looking."""
 
 _WORKER = ("streams", "running", "waiting", "tickets", "leases_open", "leased_bytes")
 _MEMORY = ("quarantined_bytes", "reads_parked", "reads_outstanding")
@@ -167,13 +169,13 @@ class Worker:
         assert self.process is not None
         self.process.send_signal(number)
 
-    def end(self, number: int = signal.SIGTERM, limit_s: float = 20.0) -> int:
+    def end(self, number: int = signal.SIGTERM, limit_s: float = LIMIT_S) -> int:
         """Signal and wait; returns the exit code."""
         assert self.process is not None
         self.send(number)
         return self.process.wait(limit_s)
 
-    def finish(self, limit_s: float = 20.0) -> int:
+    def finish(self, limit_s: float = LIMIT_S) -> int:
         """Wait for the end; the exit code. Killed, with its children, if it takes longer."""
         assert self.process is not None
         try:
@@ -183,7 +185,7 @@ class Worker:
             return self.process.wait()
 
     def debug_state(self) -> dict[str, Any]:
-        reply = request(self.report["metrics"], "/debug/state", timeout_s=10)
+        reply = request(self.report["metrics"], "/debug/state", timeout_s=LIMIT_S)
         assert reply.status == 200, reply
         state = reply.json
         assert isinstance(state, dict)
@@ -196,7 +198,7 @@ class Worker:
         return int(found[1]) if found else 0
 
     def metrics(self) -> str:
-        return request(self.report["metrics"], "/metrics", timeout_s=10).body.decode()
+        return request(self.report["metrics"], "/metrics", timeout_s=LIMIT_S).body.decode()
 
 
 def _read(stdout: TextIO, lines: queue.Queue[str | None]) -> None:
@@ -291,9 +293,7 @@ class Cluster:
 
     def start(self) -> Cluster:
         """Start all at once; returns when the gateway says that every stage has a worker."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        (port,) = free_ports()
         self.gateway.settings["gateway.membership_port"] = str(port)
         for worker in self.workers:
             host = self.gateway.node.address if self.gateway.node else "127.0.0.1"
@@ -306,7 +306,7 @@ class Cluster:
         self._idle_tasks = self._settled()
         return self
 
-    def _settled(self, limit_s: float = 30.0) -> dict[str, int]:
+    def _settled(self, limit_s: float = LIMIT_S) -> dict[str, int]:
         """Tasks of each process, once it knows itself that it is registered: the gateway
         knows it first, and heartbeats are tasks, too."""
         deadline = time.monotonic() + limit_s
@@ -320,17 +320,17 @@ class Cluster:
             before = tasks
             time.sleep(0.1)
 
-    def until_serving(self, limit_s: float = 30.0) -> None:
+    def until_serving(self, limit_s: float = LIMIT_S) -> None:
         deadline = time.monotonic() + limit_s
-        while (reply := request(self.address, "/ready", timeout_s=10)).status != 200:
+        while (reply := request(self.address, "/ready", timeout_s=LIMIT_S)).status != 200:
             assert time.monotonic() < deadline, f"not ready: {reply.body.decode()}"
             time.sleep(0.05)
 
-    def _until_complete(self, limit_s: float = 30.0) -> None:
+    def _until_complete(self, limit_s: float = LIMIT_S) -> None:
         """Until every worker has joined: its tasks are those of an idle one."""
         hosted = Counter(stage for worker in self.workers for stage in worker.role.split("+"))
         deadline = time.monotonic() + limit_s
-        while request(self.address, "/ready", timeout_s=10).json["live_workers"] != hosted:
+        while request(self.address, "/ready", timeout_s=LIMIT_S).json["live_workers"] != hosted:
             assert time.monotonic() < deadline, f"not all of {dict(hosted)} have joined"
             time.sleep(0.05)
 
@@ -399,7 +399,7 @@ class Cluster:
         stubborn = [member.role for member in living if not _ends(member)]
         codes = {member.role: member.process.returncode for member in living if member.process}
         # Helper processes see the end of their parent, and need a moment for their own.
-        deadline = time.monotonic() + 3.0
+        deadline = time.monotonic() + LIMIT_S
         while (left := [process for process in family if still_runs(process)]) and (
             time.monotonic() < deadline
         ):
@@ -409,7 +409,7 @@ class Cluster:
         assert set(codes.values()) <= {0}, f"exit codes: {codes}"
 
 
-def _ends(member: Worker, limit_s: float = 20.0) -> bool:
+def _ends(member: Worker, limit_s: float = LIMIT_S) -> bool:
     assert member.process is not None
     try:
         member.process.wait(limit_s)

@@ -49,7 +49,7 @@ POINTS = (
 )
 _MESSAGE = 32 << 20
 _BLOCK = 4
-_SERVICES = {
+_SERVICES: dict[Stage, tuple[str, Callable[[Any, grpc.aio.Server], None]]] = {
     Stage.ENCODE: ("epd.v1.Encode", encode_pb2_grpc.add_EncodeServicer_to_server),
     Stage.PREFILL: ("epd.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server),
     Stage.DECODE: ("epd.v1.Decode", decode_pb2_grpc.add_DecodeServicer_to_server),
@@ -107,7 +107,7 @@ class Script:
 
     output: list[int] = field(default_factory=lambda: list(range(300, 310)))
     """Ids of the whole output; the last one ends it."""
-    finish: int = common_pb2.FINISH_REASON_STOP
+    finish: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_STOP
     missing: list[int] | None = None
     """Images that prefill lacks; None: all."""
     cached_tokens: int = 0
@@ -184,7 +184,7 @@ class Fake:
             lost = (asyncio.CancelledError, grpc.aio.AioRpcError, asyncio.InvalidStateError)
             with contextlib.suppress(*lost):
                 await self._member
-        await self._server.stop(None)
+        await self._server.grpc.stop(None)
 
     async def _join(self, membership: str) -> None:
         stages = {
@@ -209,14 +209,14 @@ class Fake:
     async def Run(self, requests: AsyncIterator[Any], context: Any) -> None:
         call = Call(self.stage, self, context)
         self.calls.add(call)
-        tasks = [asyncio.create_task(call.read(requests))]
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(call.read(requests))]
         try:
             job = await call.next("job")
             call.job = job
             self.script.jobs.append((self.stage, job))
             self.note(f"job {job.attempt}" if job.attempt else "job")
             steps = asyncio.create_task(getattr(self, f"_{self.stage}")(call))
-            cancelled = asyncio.create_task(call.cancelled.wait())
+            cancelled: asyncio.Task[Any] = asyncio.create_task(call.cancelled.wait())
             tasks += [steps, cancelled]
             await asyncio.wait({steps, cancelled}, return_when=asyncio.FIRST_COMPLETED)
             if steps.done():

@@ -20,6 +20,7 @@ from gateway.checkpoint import Loaded, load
 from gateway.main import Gateway
 from tests.e2e.fake_stages import Fake, Script, hello_of
 from tests.e2e.http_client import Reply, post
+from tests.waiting import until
 
 CHECKPOINT = Path(__file__).parents[2] / "demo" / "checkpoint"
 CHAT = "/v1/chat/completions"
@@ -34,8 +35,9 @@ def config(**gateway: Any) -> Config:
                 "grpc_port": 0,
                 "membership_port": 0,
                 "heartbeat_s": 0.05,
-                "dead_s": 0.5,
-                "cancel_bound_s": 1.0,
+                # Above what a crowded machine keeps a healthy stage from saying.
+                "dead_s": 3.0,
+                "cancel_bound_s": 6.0,
                 "preprocess_workers": 0,
                 **gateway,
             },
@@ -71,9 +73,7 @@ class House:
         )
         self.fakes.append(fake)
         await fake.start(self.membership, port)
-        async with asyncio.timeout(5):
-            while fake.address not in {w.card.address for w in self._live(stage)}:
-                await asyncio.sleep(0.01)
+        await until(lambda: fake.address in {w.card.address for w in self._live(stage)})
         return fake
 
     def _live(self, stage: Stage) -> list[Any]:
@@ -82,11 +82,9 @@ class House:
     async def settled(self) -> None:
         """Every call is closed, on both sides."""
         service = self.gateway.service
-        async with asyncio.timeout(5):
-            while any(
-                counts(service)[what] for what in ("in_flight", "runs", "teardowns", "streams")
-            ) or any(fake.calls for fake in self.fakes):
-                await asyncio.sleep(0.01)
+        left = ("in_flight", "runs", "teardowns", "streams")
+        await until(lambda: not any(counts(service)[what] for what in left))
+        await until(lambda: not any(fake.calls for fake in self.fakes))
 
     async def close(self) -> None:
         # Workers first: a gateway that closes gives them a second to leave.

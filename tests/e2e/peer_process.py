@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from epd.errors import EpdError
 from epd.transfer.contract import Peer
 from epd.transfer.engine import Engine
 from epd.transfer.pieces import Piece
+from tests.waiting import LIMIT_S, block_until
 
 ROOT = Path(__file__).parents[2]
 NBYTES = 64 << 20
@@ -81,10 +81,8 @@ class PeerProcess:
         """SIGSTOP: alive for TCP, dead for everyone who waits for it."""
         os.kill(self.pid, signal.SIGSTOP)
         # On a crowded machine one thread may go on until another has seen the signal.
-        end = time.monotonic() + 5
-        while not all(_stopped(task) for task in Path(f"/proc/{self.pid}/task").iterdir()):
-            assert time.monotonic() < end, "the peer does not stop"
-            time.sleep(0.001)
+        tasks = Path(f"/proc/{self.pid}/task")
+        block_until(lambda: all(_stopped(task) for task in tasks.iterdir()))
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -92,7 +90,7 @@ class PeerProcess:
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             self._process.kill()
-        self._process.wait(10)
+        self._process.wait(LIMIT_S)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with suppress(BrokenPipeError):
@@ -101,7 +99,7 @@ class PeerProcess:
     def _answer(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, f"peer ended with {self._process.wait(10)}"
+        assert line, f"peer ended with {self._process.wait(LIMIT_S)}"
         return json.loads(line)
 
 

@@ -33,6 +33,7 @@ from protos.epd.v1 import (
 )
 from tests.e2e.stage_processes import Stages
 from tests.tiny.reference import reference_inputs
+from tests.waiting import until
 
 
 @dataclass
@@ -333,10 +334,7 @@ def _now(answer: Any) -> Any:
 
 async def failure(call: Any) -> StageFailed:
     """Why a call ended, in its stage's words."""
-    for _ in range(100):
-        if call in _TOLD:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: call in _TOLD)
     return _TOLD[call]
 
 

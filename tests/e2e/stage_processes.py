@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.forks import start
+from tests.waiting import LIMIT_S
 
 STAGES = ("encode", "prefill", "decode")
 START_S = 90.0
@@ -47,7 +48,7 @@ class StageProcess:
         return self._log.read_text()
 
     def get(self, path: str) -> bytes:
-        with urllib.request.urlopen(f"http://{self.metrics}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{self.metrics}{path}", timeout=LIMIT_S) as answer:
             return bytes(answer.read())
 
     def state(self) -> dict[str, Any]:
@@ -57,7 +58,7 @@ class StageProcess:
         """SIGTERM; the exit code."""
         self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(20)
+            return self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
@@ -91,7 +92,7 @@ class Stages:
         logs = [p.log()[-3000:] for p in self.processes.values() if codes[p.stage]]
         assert not any(codes.values()), (codes, *logs)
 
-    def idle(self, within_s: float = 10.0, ignore: Sequence[str] = ()) -> dict[str, Any]:
+    def idle(self, within_s: float = LIMIT_S, ignore: Sequence[str] = ()) -> dict[str, Any]:
         """Wait until nothing is held anywhere; what is left if something stays."""
         end = time.monotonic() + within_s
         while left := self._left(ignore):

@@ -18,8 +18,6 @@ from epd.jobs import FinishReason
 from tests.e2e.fake_stages import hang
 from tests.e2e.gateway_house import House
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def picture() -> bytes:
     buffer = io.BytesIO()

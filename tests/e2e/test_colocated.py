@@ -14,8 +14,6 @@ from tests.e2e.conftest import COLOUR, MakeCluster, grey_png, picture, user
 from tests.e2e.http_client import Connection
 from tests.e2e.test_encode_cache import counter
 
-pytestmark = pytest.mark.timeout(300)
-
 GROUPS = {
     "monolithic": ["encode+prefill+decode"],
     "prefill and decode": ["encode", "prefill+decode"],

@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.cluster import STAGES, Cluster, Reply, request
 from tests.e2e.conftest import MakeCluster, grey_png, user
+from tests.waiting import promised
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def test_a_killed_stage_is_503_and_works_when_it_is_back(mortal: Cluster, stage:
     mortal.worker(stage).end(signal.SIGKILL)
     reply = _ask(mortal, model, shade + 30)
     assert reply.status == 503, reply
-    assert reply.seconds < 2.0
+    assert reply.seconds < promised(2.0)
     assert reply.error["code"] in ("stage_unavailable", "transfer_failed")
     assert stage in reply.error["message"]
     assert request(mortal.address, "/health").status == 200
@@ -50,7 +51,7 @@ def test_a_stage_killed_in_the_middle(mortal: Cluster, stage: str) -> None:
     model, shade = mortal.model, 120 + 10 * STAGES.index(stage)
     with ThreadPoolExecutor(6) as pool:
         replies = [pool.submit(_ask, mortal, model, shade + i) for i in range(6)]
-        time.sleep(0.15)
+        time.sleep(0.15)  # into the work; whatever is reached, the outcome is typed
         mortal.worker(stage).end(signal.SIGKILL)
         done = [future.result() for future in replies]
     assert {reply.status for reply in done} <= {200, 503}
@@ -68,7 +69,7 @@ def test_a_stopped_stage_is_an_error_within_8_seconds(mortal: Cluster, stage: st
     with mortal.paused(stage):
         reply = _ask(mortal, model, shade)
     assert reply.status == 503, reply
-    assert reply.seconds < 8.0
+    assert reply.seconds < promised(8.0)
     mortal.until_serving()
     assert _ask(mortal, model, shade + 10).status == 200
     mortal.assert_clean()

@@ -22,8 +22,6 @@ from tests.e2e.stage_driver import Client, Planner, Request, next_event, png
 from tests.e2e.stage_house import IMAGES, ONE, SETTINGS, drain, reference, typed
 from tests.e2e.stage_processes import Stages
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def counter(text: str, name: str, **labels: str) -> float:
     """Sum of a metric's samples that have these labels."""

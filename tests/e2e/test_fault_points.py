@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.cluster import Cluster, Reply
 from tests.e2e.conftest import MakeCluster, grey_png, user
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.long]
+pytestmark = pytest.mark.long
 SETTINGS = {"transfer.read_deadline_s": 1.0, "transfer.quarantine_margin_s": 0.2}
 _shades = itertools.count(1)
 

@@ -18,8 +18,7 @@ from protos.epd.v1 import membership_pb2
 from tests.e2e.fake_stages import Call, hang
 from tests.e2e.gateway_house import CHAT, House, body, config
 from tests.e2e.http_client import Connection, Reply, get, post
-
-pytestmark = pytest.mark.timeout(30)
+from tests.waiting import LIMIT_S, until
 
 
 def error_of(reply: Reply, status: int) -> dict[str, Any]:
@@ -143,9 +142,7 @@ async def test_too_many_requests_are_429(house: House) -> None:
     house.script.hooks["prefill.job"] = hang
     most = house.gateway.service.config.limits.max_inflight
     open_ = [await Connection.send(house.http, "POST", CHAT, _body()) for _ in range(most)]
-    async with asyncio.timeout(5):
-        while house.gateway.service.inflight < most:
-            await asyncio.sleep(0.01)
+    await until(lambda: house.gateway.service.inflight >= most)
     reply = await house.chat()
     assert error_of(reply, 429)["code"] == "overloaded"
     assert int(reply.headers["retry-after"]) >= 1
@@ -172,11 +169,12 @@ async def test_bodies_that_are_being_sent_count(house: House) -> None:
         head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n{{"
         writer.write(head.encode())
         await writer.drain()
-    await asyncio.sleep(0.1)
+    service = house.gateway.service
+    await until(lambda: service._receiving == most)
     error_of(await house.chat(), 429)
     for _, writer in slow:
         writer.close()
-    await asyncio.sleep(0.1)
+    await until(lambda: not service._receiving)
     assert (await house.chat()).status == 200
 
 
@@ -209,11 +207,9 @@ async def test_a_draining_gateway_refuses_what_is_new(house: House) -> None:
 
     house.script.hooks["decode.fetch"] = wait
     running = asyncio.create_task(house.chat())
-    async with asyncio.timeout(5):
-        while house.gateway.service.inflight == 0:
-            await asyncio.sleep(0.01)
-    draining = asyncio.create_task(house.gateway.drain(5))
-    await asyncio.sleep(0.05)
+    await until(lambda: house.gateway.service.inflight)
+    draining = asyncio.create_task(house.gateway.drain(LIMIT_S))
+    await until(lambda: house.gateway.service.draining)
     error_of(await house.chat(), 503)
     assert (await get(house.http, "/ready")).status == 503
     assert (await get(house.http, "/health")).status == 200
@@ -256,16 +252,12 @@ async def test_the_real_client_joins_reports_and_leaves(empty: House) -> None:
     )
     client.start()
     registry = empty.gateway.registry
-    async with asyncio.timeout(5):
-        while not (registry.workers and registry.workers[0].steps == 7):
-            await asyncio.sleep(0.01)
-        assert registry.workers[0].load == 5
-        client.leave(1.0)
-        while registry.workers[0].state != "draining":
-            await asyncio.sleep(0.01)
-        await client.close()
-        while registry.workers:
-            await asyncio.sleep(0.01)
+    await until(lambda: registry.workers and registry.workers[0].steps == 7)
+    assert registry.workers[0].load == 5
+    client.leave(1.0)
+    await until(lambda: registry.workers[0].state == "draining")
+    await client.close()
+    await until(lambda: not registry.workers)
 
 
 async def test_a_port_in_use_is_said_so(house: House, loaded: Loaded) -> None:

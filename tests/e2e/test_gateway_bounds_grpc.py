@@ -21,8 +21,8 @@ from tests.cases.test_grpc import ask
 from tests.e2e.fake_stages import Call, hang
 from tests.e2e.gateway_house import House
 from tests.e2e.test_gateway_bounds import opened
+from tests.waiting import LIMIT_S, until
 
-pytestmark = pytest.mark.timeout(60)
 CHAT = "/epd.v1.Gateway/Chat"
 METHODS = [CHAT, "/epd.v1.Gateway/ListModels", "/grpc.health.v1.Health/Check"]
 
@@ -32,7 +32,7 @@ def silent(channel: grpc.aio.Channel, method: str, **call: Any) -> Any:
     return channel.stream_stream(method)(**call)
 
 
-async def status(call: Any, within_s: float = 5) -> grpc.StatusCode:
+async def status(call: Any, within_s: float = LIMIT_S) -> grpc.StatusCode:
     async with asyncio.timeout(within_s):
         return await call.code()
 
@@ -71,7 +71,8 @@ async def test_only_so_many_messages_may_be_late(
         grpc.aio.insecure_channel(house.grpc) as channel,
     ):
         late = [silent(channel, CHAT) for _ in range(2)]
-        await asyncio.sleep(0.5)
+        await until(lambda: served(CHAT) == 2)
+        await asyncio.sleep(0.5)  # only now they are late
         assert await status(silent(channel, CHAT)) is grpc.StatusCode.RESOURCE_EXHAUSTED
         stub = gateway_pb2_grpc.GatewayStub(channel)
         assert [event async for event in stub.Chat(ask())][-1].HasField("finished")
@@ -142,11 +143,8 @@ async def unread(
         async with grpc.aio.insecure_channel(house.grpc, options=options) as channel:
             call = gateway_pb2_grpc.GatewayStub(channel).Chat(request)
             assert (await call.read()).HasField("accepted")
-            async with asyncio.timeout(20):
-                while not house.script.jobs_of(Stage.DECODE):
-                    await asyncio.sleep(0.01)
-                while house.gateway.service.inflight:
-                    await asyncio.sleep(0.05)
+            await until(lambda: house.script.jobs_of(Stage.DECODE))
+            await until(lambda: not house.gateway.service.inflight)
             await house.settled()
             assert 0 < made[0] < 1400
             yield house, channel, call, made
@@ -177,9 +175,7 @@ async def test_a_reader_that_never_reads_is_cut_off(
     """Its stream alone: the connection goes on."""
     monkeypatch.setattr(rpc_server, "TAKEN_WITHIN_S", 0.5)
     async with unread(loaded, monkeypatch) as (house, channel, call, _):
-        async with asyncio.timeout(5):
-            while served(CHAT):
-                await asyncio.sleep(0.05)
+        await until(lambda: not served(CHAT))
         house.script.output = [300, 301]
         house.script.alternatives = 0
         stub: gateway_pb2_grpc.GatewayStub = gateway_pb2_grpc.GatewayStub(channel)

@@ -13,8 +13,6 @@ from epd.jobs import Stage
 from tests.e2e.fake_stages import Call
 from tests.e2e.gateway_house import House
 
-pytestmark = pytest.mark.timeout(60)
-
 INSIDE = ("10.1.2.3", ":15438", "/srv/weights", "worker-7", "0xfeed", "job.")
 SAID = "peer 10.1.2.3:15438 (worker-7) can't be reached for /srv/weights at 0xfeed"
 FOR_CLIENTS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -11,13 +10,14 @@ import pytest
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
+from gateway import pipeline
 from gateway.main import Loaded
 from protos.epd.v1 import common_pb2, decode_pb2
 from tests.e2e.fake_stages import Call, fail, hang
 from tests.e2e.gateway_house import CHAT, House, config, raw
 from tests.e2e.http_client import Connection, get
-
-pytestmark = pytest.mark.timeout(30)
+from tests.e2e.test_gateway_bounds import opened
+from tests.waiting import LIMIT_S, soon
 
 
 def text_of(events: list[Any]) -> str:
@@ -32,12 +32,11 @@ def text_of(events: list[Any]) -> str:
 
 
 async def test_no_worker_is_503_at_once(empty: House) -> None:
-    start = time.monotonic()
-    reply = await empty.chat()
+    with soon(10, instead_of="the request's deadline"):
+        reply = await empty.chat()
     assert reply.status == 503
     assert reply.json()["error"]["code"] == "stage_unavailable"
     assert int(reply.headers["retry-after"]) >= 1
-    assert time.monotonic() - start < 1
 
 
 async def test_ready_says_which_stage_is_missing(empty: House) -> None:
@@ -233,21 +232,20 @@ async def test_a_fault_in_mid_stream_ends_with_one_error_event(
     )
 
 
-async def test_a_stopped_worker_is_noticed_by_its_silence(house: House) -> None:
+async def test_a_stopped_worker_is_noticed_by_its_silence(loaded: Loaded) -> None:
     """SIGSTOP breaks no connection: only heartbeats stop."""
-    worker = next(fake for fake in house.fakes if fake.stage is Stage.DECODE)
 
     async def stop(call: Call) -> None:
-        worker.beating.clear()
+        call.worker.beating.clear()
         await hang(call)
 
-    house.script.hooks["decode.fetch"] = stop
-    start = time.monotonic()
-    reply = await house.chat()
-    assert reply.status == 503
-    assert time.monotonic() - start < 4
-    assert (await house.chat()).status == 503
-    assert (await get(house.http, "/ready")).json()["live_workers"]["decode"] == 0
+    async with opened(loaded, dead_s=0.5) as house:
+        house.script.hooks["decode.fetch"] = stop
+        with soon(20, instead_of="the request's deadline"):
+            reply = await house.chat()
+        assert reply.status == 503
+        assert (await house.chat()).status == 503
+        assert (await get(house.http, "/ready")).json()["live_workers"]["decode"] == 0
 
 
 async def test_a_restarted_worker_serves_again(house: House) -> None:
@@ -259,7 +257,11 @@ async def test_a_restarted_worker_serves_again(house: House) -> None:
     assert (await house.chat()).status == 200
 
 
-async def test_a_worker_back_within_a_second_saves_the_request(house: House) -> None:
+async def test_a_worker_back_within_a_second_saves_the_request(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Here a worker takes as long to start as the machine wants.
+    monkeypatch.setattr(pipeline, "_RETRY_WAIT_S", LIMIT_S)
     worker = next(fake for fake in house.fakes if fake.stage is Stage.PREFILL)
     port = int(worker.address.rpartition(":")[2])
     restarts: list[asyncio.Task[Any]] = []
@@ -339,7 +341,7 @@ async def test_a_slow_client_holds_decode_back(house: House) -> None:
     connection = await Connection.send(house.http, "POST", CHAT, request, buffer=1 << 10)
     await connection.head()
     halted = -1
-    while made[0] != halted:
+    while made[0] != halted or not halted:
         halted = made[0]
         await asyncio.sleep(1)
     connection.close()

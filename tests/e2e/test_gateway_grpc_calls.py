@@ -16,9 +16,7 @@ from epd.rpc.channels import dial
 from protos.epd.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.e2e.fake_stages import Call, fail, hang
 from tests.e2e.gateway_house import House, picture
-
-pytestmark = pytest.mark.timeout(30)
-
+from tests.waiting import LIMIT_S
 
 # --- gRPC --------------------------------------------------------------------------------
 
@@ -154,8 +152,7 @@ async def test_a_grpc_client_may_leave(house: House, public: Public) -> None:
     house.script.hooks["decode.token"] = wait
     call = public.stub.Chat(chat_request())
     await call.read()
-    async with asyncio.timeout(5):
-        await reached.wait()
+    await asyncio.wait_for(reached.wait(), LIMIT_S)
     call.cancel()
     await house.settled()
     assert "decode: Cancel" in house.journal

@@ -13,8 +13,6 @@ from epd.jobs import Stage
 from tests.e2e.gateway_house import House, body
 from tests.e2e.http_client import Reply, get, post
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def refused(reply: Reply) -> Any:
     assert reply.status == 400, reply.body

@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
-
 from epd.jobs import Stage
 from tests.e2e.fake_stages import Call
 from tests.e2e.gateway_house import CHAT, House, raw
 from tests.e2e.http_client import Connection
-
-pytestmark = pytest.mark.timeout(30)
 
 
 def text_of(events: list[Any]) -> str:

@@ -14,8 +14,6 @@ from epd.jobs import Stage
 from gateway.checkpoint import Loaded, load
 from tests.e2e.gateway_house import CHECKPOINT, House, config
 
-pytestmark = pytest.mark.timeout(60)
-
 TEMPLATE = """
 {%- if tools -%}{{- '<|im_start|>system\n<tools>' -}}
 {%- for tool in tools -%}{{- '\n' + (tool | tojson) -}}{%- endfor -%}

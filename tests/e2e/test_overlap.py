@@ -14,11 +14,14 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.conftest import MakeCluster, grey_png, user
 
 WORDS = "Say what you see, and where you see it, in as many words as you like. "
+# Chunks that take longer than a message needs on a crowded machine.
+SLOW = {"prefill": {"EPD_FAULTS": "step.hang=0.05"}}
 
 
 @pytest.fixture(scope="module")
 def chunked(make_cluster: MakeCluster) -> Cluster:
-    return make_cluster(settings={"kv.block_tokens": 8, "prefill.chunk_tokens": 16})
+    settings = {"kv.block_tokens": 8, "prefill.chunk_tokens": 16}
+    return make_cluster(settings=settings, environ=SLOW)
 
 
 @pytest.fixture
@@ -45,7 +48,7 @@ def test_decode_reads_blocks_while_prefill_computes_the_next_chunks(cluster: Clu
 @pytest.mark.long
 def test_switched_off_one_comes_after_the_other(make_cluster: MakeCluster) -> None:
     settings = {"kv.block_tokens": 8, "prefill.chunk_tokens": 16, "prefill.overlap": False}
-    cluster = make_cluster(settings=settings)
+    cluster = make_cluster(settings=settings, environ=SLOW)
     pictures = [grey_png(96, 96, shade) for shade in (140, 150)]
     timeline = phases(cluster, WORDS * 12, *pictures, "What is this?")
     landed = max(timeline[f"embedding transfer[{i}]"][1] for i in range(2))

@@ -16,6 +16,7 @@ import psutil
 
 from tests.e2e.cluster import DEMO_CHECKPOINT, ROOT, request, still_runs
 from tests.e2e.conftest import COLOUR, picture, user
+from tests.waiting import LIMIT_S
 
 SHARED = Path("/dev/shm")
 OURS = re.compile(
@@ -74,8 +75,8 @@ def _kill(serving: Serving) -> None:
     for pid in everyone:
         if psutil.pid_exists(pid):
             os.kill(pid, signal.SIGKILL)
-    serving.process.wait(10)
-    psutil.wait_procs(serving.family, timeout=10)
+    serving.process.wait(LIMIT_S)
+    psutil.wait_procs(serving.family, timeout=LIMIT_S)
 
 
 def test_it_serves_and_ctrl_c_stops_all_processes() -> None:
@@ -86,7 +87,7 @@ def test_it_serves_and_ctrl_c_stops_all_processes() -> None:
         assert roles == {"gateway", "encode", "prefill", "decode"}
         serving.ask()
         serving.process.send_signal(signal.SIGINT)
-        assert serving.process.wait(30) == 0, "".join(serving.errors)
+        assert serving.process.wait(LIMIT_S) == 0, "".join(serving.errors)
     finally:
         _kill(serving)
     assert not [member for member in serving.family if still_runs(member)]
@@ -125,7 +126,7 @@ def _held(pid: int) -> set[str]:
 
 def test_a_missing_checkpoint_is_a_reason(tmp_path: Path) -> None:
     process = _launch(str(tmp_path / "nothing"))
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
     assert "not a checkpoint" in errors
     assert "Traceback" not in errors
@@ -136,7 +137,7 @@ def test_a_broken_checkpoint_is_a_reason(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").symlink_to(DEMO_CHECKPOINT / "model.safetensors")
     process = _launch(str(tmp_path))
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     (reason,) = [line for line in errors.splitlines() if line.startswith("epd serve: can't start")]
     assert str(tmp_path) in reason

@@ -22,8 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.certificates import Identity
 from tests.e2e.cluster import DEMO_CHECKPOINT, ROOT, request, still_runs
-
-pytestmark = pytest.mark.timeout(240)
+from tests.waiting import LIMIT_S
 
 
 class Service:
@@ -106,10 +105,10 @@ def service(tmp_path: Path, authority: trustme.CA) -> Iterator[Service]:
         family = psutil.Process(running.process.pid).children(recursive=True)
         yield running
         running.process.send_signal(signal.SIGINT)
-        assert running.process.wait(30) == 0, "".join(running.lines)
+        assert running.process.wait(LIMIT_S) == 0, "".join(running.lines)
     finally:
         running.process.kill()
-    psutil.wait_procs(family, timeout=5)
+    psutil.wait_procs(family, timeout=LIMIT_S)
     assert not [member for member in family if still_runs(member)]
 
 
@@ -121,7 +120,7 @@ def health(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.St
     with channel:
         try:
             stub = health_pb2_grpc.HealthStub(channel)
-            stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+            stub.Check(health_pb2.HealthCheckRequest(), timeout=LIMIT_S)
         except grpc.RpcError as error:
             return error.code()
     return None
@@ -157,7 +156,7 @@ def test_the_whole_service_under_tls_and_a_renewal_under_load(
     ]
     decode.kill()
     service.until("decode-0 is back")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT_S
     while True:
         try:
             assert service.ask(renewed) == answer

@@ -13,8 +13,7 @@ from protos.epd.v1 import common_pb2, decode_pb2, prefill_pb2
 from tests.e2e.stage_driver import Client, Planner, Request, greedy, next_event
 from tests.e2e.stage_house import IMAGES, ONE, TEXT, drain, read_until
 from tests.e2e.stage_processes import Stages
-
-pytestmark = pytest.mark.timeout(300)
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -152,8 +151,4 @@ async def hand_over(client: Client, request: Request) -> tuple[Any, Any]:
 
 
 async def eventually(stages: Stages, stage: str, name: str, above: int) -> None:
-    for _ in range(50):
-        if stages.processes[stage].state()[name] > above:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"{stage}.{name} never exceeded {above}")
+    await until(lambda: stages.processes[stage].state()[name] > above)

@@ -29,8 +29,6 @@ from tests.e2e.stage_driver import (
 from tests.e2e.stage_house import IMAGES, ONE, TEXT, THREE, ask, read_until, reference, typed
 from tests.e2e.stage_processes import Stages
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture
 def client(stage_client: Client) -> Client:

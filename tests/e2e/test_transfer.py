@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 import weakref
 from contextlib import suppress
 from dataclasses import replace
@@ -30,8 +29,9 @@ from tests.e2e.transfer_reader import (  # noqa: F401 (fixtures)
     owner_fixture,
     reader_fixture,
 )
+from tests.waiting import LIMIT_S, promised, soon, until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(60)]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_reads_exactly_the_bytes_asked_for(reader: Reader, owner: PeerProcess) -> None:
@@ -82,7 +82,7 @@ async def test_a_small_read_does_not_wait_for_a_large_one(
     reader: Reader, owner: PeerProcess
 ) -> None:
     large = asyncio.create_task(reader.read(owner, *reader.long_read(owner, 20)))
-    await asyncio.sleep(0.05)
+    await until(lambda: reader.engine.outstanding)
     await reader.read(owner)
     assert not large.done(), "the large read was too short to show anything"
     await large
@@ -109,10 +109,9 @@ async def test_a_bad_address_is_refused_and_the_peer_survives(
     reader: Reader, owner: PeerProcess
 ) -> None:
     for remote in (NBYTES, NBYTES - 100, -owner.address + 4096):
-        start = time.monotonic()
-        error = await reader.fails(owner, reader.piece(owner, 0, remote, 4096))
+        with soon(promised(3), instead_of="the read's deadline of 10 s"):
+            error = await reader.fails(owner, reader.piece(owner, 0, remote, 4096))
         assert error.kind is ErrorKind.TRANSFER_FAILED
-        assert time.monotonic() - start < 2
     await reader.read(owner)
     assert reader.memory.bytes[: 1 << 16] == content(SEED, 1 << 16)
 
@@ -154,20 +153,17 @@ async def test_a_killed_peer_fails_the_read_fast_and_lets_go_of_our_memory(
             reader.read(victim, *reader.long_read(victim), pinned=pinned, key="killed")
         )
         del pinned
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # into a read of seconds
         assert not task.done()
         victim.kill()
-        start = time.monotonic()
-        with pytest.raises(EpdError) as failed:
+        with soon(promised(2), instead_of="a time limit"), pytest.raises(EpdError) as failed:
             await task
-        assert time.monotonic() - start < 1.5
         assert failed.value.kind is ErrorKind.TRANSFER_FAILED
         del failed, task
-        assert await reader.engine.drain_reads("killed", 2.0)
+        assert await reader.engine.drain_reads("killed", LIMIT_S)
         await is_freed(gone)
-        start = time.monotonic()
-        assert "can't be reached" in (await reader.fails(victim)).message
-        assert time.monotonic() - start < 0.5
+        with soon(promised(1), instead_of="an answer"):
+            assert "can't be reached" in (await reader.fails(victim)).message
         assert (await reader.fails(victim)).retry_after_s
 
 
@@ -176,37 +172,31 @@ async def test_a_stopped_peer_fails_in_time_and_a_healthy_one_is_not_held_up(
 ) -> None:
     with another_peer(seed=3) as victim:
         await reader.read(victim)
-        start = time.monotonic()
         task = asyncio.create_task(reader.read(victim, *reader.long_read(victim), key="stopped"))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # into a read of seconds
         victim.stop()
-        slowest = 0.0
-        while not task.done():
-            before = time.monotonic()
-            await reader.read(owner)
-            slowest = max(slowest, time.monotonic() - before)
-            await asyncio.sleep(0.02)
+        healthy = 0
+        with soon(promised(6), instead_of="the read's deadline of 10 s"):
+            while not task.done():
+                await reader.read(owner)
+                healthy += 1
+                await asyncio.sleep(0.02)
         with pytest.raises(EpdError) as failed:
             await task
-        assert time.monotonic() - start < 6.0
         assert failed.value.kind is ErrorKind.TRANSFER_FAILED
-        assert slowest < 1.0, "a healthy peer's read waited for the stopped one"
+        assert healthy > 5, "a healthy peer's reads waited for the stopped one"
         assert not reader.engine.stuck
         # It is left alone at once; then a probe finds it stopped, and the back-off follows.
-        start = time.monotonic()
         assert "silent for" in (await reader.fails(victim)).message
-        assert time.monotonic() - start < 0.2
-        await asyncio.sleep(CONFIG.backoff_s)
-        start = time.monotonic()
-        assert "no answer within" in (await reader.fails(victim)).message
-        assert time.monotonic() - start < CONFIG.connect_timeout_s + 0.5
-        start = time.monotonic()
-        await reader.fails(victim)
-        assert time.monotonic() - start < 0.2
+        await asyncio.sleep(CONFIG.backoff_s)  # only then it is tried again
+        with soon(promised(CONFIG.connect_timeout_s + 1), instead_of="the read's deadline of 10 s"):
+            assert "no answer within" in (await reader.fails(victim)).message
+        with soon(CONFIG.connect_timeout_s, instead_of="another probe"):
+            await reader.fails(victim)
         # Mooncake's own timeout ends what we gave up: nothing stays pinned.
-        assert await reader.engine.drain_reads("stopped", 4.0)
+        assert await reader.engine.drain_reads("stopped", LIMIT_S)
         victim.resume()
-        await asyncio.sleep(CONFIG.backoff_s)
+        await asyncio.sleep(CONFIG.backoff_s)  # only then it is tried again
         await reader.read(victim)
         assert reader.memory.bytes[: 1 << 16] == content(3, 1 << 16)
 
@@ -219,7 +209,7 @@ async def test_cancellation_parks_and_then_lets_go(reader: Reader) -> None:
         victim.stop()
         task = asyncio.create_task(reader.read(victim, pinned=pinned, key="cancelled"))
         del pinned
-        await asyncio.sleep(0.2)
+        await until(lambda: reader.engine.outstanding)
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
@@ -232,7 +222,7 @@ async def test_cancellation_parks_and_then_lets_go(reader: Reader) -> None:
         assert gone() is not None, "memory freed under a running read"
         assert freed == []
         victim.resume()
-        assert await reader.engine.drain_reads("cancelled", 3.0)
+        assert await reader.engine.drain_reads("cancelled", LIMIT_S)
         assert freed == ["blocks"]
         assert reader.engine.parked == 0
         await is_freed(gone)
@@ -240,12 +230,7 @@ async def test_cancellation_parks_and_then_lets_go(reader: Reader) -> None:
 
 async def is_freed(reference: weakref.ref[Memory]) -> None:
     """Soon, not at once: tracebacks and a thread about to sleep may still refer to it."""
-    for _ in range(50):
-        gc.collect()
-        if reference() is None:
-            return
-        await asyncio.sleep(0.02)
-    pytest.fail(f"the local memory stays pinned by {gc.get_referrers(reference())}")
+    await until(lambda: gc.collect() >= 0 and reference() is None)
 
 
 class Address:

@@ -87,7 +87,6 @@ def cached(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 @settings(
     max_examples=12,
     deadline=None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from epd.models.encoder import VisionEncoder
@@ -95,7 +95,7 @@ houses = st.fixed_dictionaries(
 async def play(house: House, drawn: dict[str, Any], together: list[list[Guest]]) -> None:
     trio = Trio(house.lm, house.encoder, **drawn)
     trio.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         for wave in together:
             answers = await asyncio.gather(*(_visit(trio, house, guest) for guest in wave))
             for guest, answer in zip(wave, answers, strict=True):
@@ -121,10 +121,11 @@ async def _visit(trio: Trio, house: House, guest: Guest) -> list[Any] | None:
 
 def _schedules(examples: int) -> Any:
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-    return settings(max_examples=examples, deadline=None, suppress_health_check=checks)
+    # No shrinking: what fails by an unlucky moment doesn't fail again, after minutes of it.
+    phases = set(Phase) - {Phase.shrink}
+    return settings(max_examples=examples, phases=phases, suppress_health_check=checks)
 
 
-@pytest.mark.timeout(120)
 @_schedules(12)
 @given(houses, waves)
 def test_no_schedule_changes_a_bit(

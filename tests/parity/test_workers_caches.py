@@ -24,7 +24,6 @@ def lm(tiny_checkpoint: TinyCheckpoint) -> LanguageModel:
     return LanguageModel.load(path, exact=True, block_tokens=BLOCK)
 
 
-@pytest.mark.timeout(120)
 async def test_caches_change_no_bit_in_any_order(lm: LanguageModel) -> None:
     asked = prompts(lm.spec.image_token_id)
     cold = Pair(lm, kv__prefill_tokens=512, kv__decode_tokens=512, **COLD).start()

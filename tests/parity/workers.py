@@ -28,6 +28,7 @@ from prefill.ticket import Admitted, EmbeddingFetched, FirstToken, KvReady
 from prefill.worker import PrefillWorker
 from tests.unit.fake_stage import FakeMemory, config, decode_job, prefill_job
 from tests.unit.pictures import noise
+from tests.waiting import LIMIT_S, until
 
 BLOCK, TOKENS, ROWS = 8, 14, 4
 COLD = {"prefill__prefix_cache": False, "prefill__embedding_cache": False}
@@ -197,9 +198,8 @@ class Pair:
     async def settle(self) -> None:
         """Until nothing runs: a request that left in the middle of a step is held till the
         step's end, and its lost blocks only then begin to wait for their reader."""
-        async with asyncio.timeout(30):
-            while any(worker.state()["tickets"] or worker.steps.in_step for worker in self.workers):
-                await asyncio.sleep(0.002)
+        busy = lambda worker: worker.steps.in_step or worker.state()["tickets"]  # noqa: E731
+        await until(lambda: not any(map(busy, self.workers)))
 
     async def pass_time(self) -> None:
         """What lost readers withheld is free again."""
@@ -220,7 +220,7 @@ class Pair:
 
 async def _until_terminal(ticket: Any) -> None:
     """Its last word, or its end."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while events := await ticket.events.take():
             if any(type(event).__name__ == "ReadsTerminal" for event in events):
                 return

@@ -15,6 +15,7 @@ from epd.runtime.kv import make_store
 from epd.transfer.checksum import checksum
 from epd.transfer.contract import Handle, Span
 from tests.unit.fake_stage import BLOCK, FakeLm, FakeMemory, config, decode_job
+from tests.waiting import LIMIT_S, until
 
 
 class Bench:
@@ -34,6 +35,16 @@ class Bench:
     @property
     def used(self) -> Any:
         return self.worker.state()["kv_blocks_used"]
+
+    async def close(self) -> None:
+        """After the running step and the last read nothing is held."""
+        self.lm.gate.set()
+        self.memory.engine.gate.set()
+        await until(lambda: not self.worker.steps.in_step and self.used == 0)
+        await self.worker.shut_down()
+        self.worker.check_integrity()
+        assert self.used == 0
+        assert self.worker.state()["tickets"] == 0
 
     def handle(self, blocks: Sequence[int], nonce: int = 5) -> Handle:
         size = self.owner.layout.block_bytes
@@ -62,7 +73,7 @@ class Bench:
 
 async def drain(ticket: Ticket, into: list[Any] | None = None) -> list[Any]:
     events = [] if into is None else into
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while taken := await ticket.events.take():
             events += taken
     return events

@@ -21,6 +21,7 @@ from epd.transfer.engine import ReadStats
 from epd.transfer.faults import Faults
 from epd.transfer.lease import LeaseTable
 from epd.transfer.pieces import Piece
+from tests.waiting import LIMIT_S
 
 POISON = 13
 """A forward over this token raises."""
@@ -69,7 +70,7 @@ class FakeLm:
         return torch.arange(start, start + count)[None]
 
     def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
-        assert self.gate.wait(5)
+        assert self.gate.wait(LIMIT_S)
         ids = batch.token_ids.tolist()
         self.batches.append(ids)
         if POISON in ids:
@@ -117,6 +118,11 @@ class FakeEngine:
         for entry in due:
             self._then.remove(entry)
             entry[1]()
+
+    @property
+    def readers(self) -> int:
+        """Keys with reads under way."""
+        return sum(map(bool, self._under_way.values()))
 
     async def drain_reads(self, key: Hashable, bound_s: float) -> bool:
         for _ in range(int(bound_s * 100)):

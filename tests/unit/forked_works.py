@@ -37,7 +37,7 @@ def _helper() -> None:
     os.close(writer)
     with open(reader) as answer:
         print(answer.read(), flush=True)
-    sys.exit(process.wait(10))
+    sys.exit(process.wait(60))
 
 
 def main(what: str) -> None:

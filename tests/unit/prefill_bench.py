@@ -13,6 +13,7 @@ from epd.transfer.contract import Handle, Span
 from prefill.ticket import Ticket
 from prefill.worker import PrefillWorker
 from tests.unit.fake_stage import FakeLm, FakeMemory, config
+from tests.waiting import LIMIT_S, until
 
 
 class Bench:
@@ -29,6 +30,15 @@ class Bench:
     def used(self) -> Any:
         return self.worker.state()["kv_blocks_used"]
 
+    async def close(self) -> None:
+        """After the running step nothing is held."""
+        self.lm.gate.set()
+        self.memory.engine.gate.set()
+        await until(lambda: not self.worker.steps.in_step and not self.worker.state()["tickets"])
+        await until(lambda: not self.memory.engine.readers)
+        await self.worker.shut_down()
+        self.idle()
+
     def idle(self) -> None:
         self.memory.now += 10
         self.worker.tick()
@@ -38,10 +48,10 @@ class Bench:
         assert self.worker.state()["tickets"] == 0
 
 
-async def until(ticket: Ticket, kind: type) -> list[Any]:
+async def until_event(ticket: Ticket, kind: type) -> list[Any]:
     """Events up to the first of `kind`."""
     events: list[Any] = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while not any(isinstance(event, kind) for event in events):
             taken = await ticket.events.take()
             assert taken, f"closed without {kind.__name__}: {events}"
@@ -50,9 +60,7 @@ async def until(ticket: Ticket, kind: type) -> list[Any]:
 
 
 async def in_step(ticket: Ticket) -> None:
-    async with asyncio.timeout(5):
-        while not ticket.in_step:
-            await asyncio.sleep(0.001)
+    await until(lambda: ticket.in_step)
 
 
 def image(rows: int = 3, name: str = "d", index: int = 0, images: int = 1) -> ImageItem:

@@ -132,7 +132,7 @@ def test_ctrl_c_drains_and_the_process_ends_at_once(number: int) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     process.send_signal(number)
-    rest, _ = process.communicate(timeout=20)
+    rest, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     assert rest.splitlines() == ["drained", "exit functions run"]
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from epd import child as child_module
 from epd.config import ServeConfig, load_config
 from epd.errors import EpdError
 from epd.supervisor import Supervisor, planned
+from tests.waiting import block_until, until
 
 STAND_IN = """
 import http.server, json, os, signal, sys, time
@@ -79,13 +79,6 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         return Supervisor(load_config(None, defaults | flags, {}))
 
     return supervisor
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        await asyncio.sleep(0.02)
 
 
 def alive(pid: int) -> bool:
@@ -155,11 +148,12 @@ async def test_ctrl_c_while_starting_stops_what_was_started(
     assert not any(child.running for child in supervisor.children)
 
 
-async def test_a_dead_worker_and_a_dead_gateway_come_back(make: Make) -> None:
+async def test_a_dead_worker_and_a_dead_gateway_come_back(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     supervisor = make()
     serving = asyncio.create_task(supervisor.serve())
-    await until(lambda: all(child.ready.is_set() for child in supervisor.children))
-    await asyncio.sleep(0.3)
+    await until(lambda: "Ctrl-C stops" in capsys.readouterr().out)
     where = [supervisor.gateway.report["http"], *metrics(supervisor)]
     for child in (supervisor.workers[0], supervisor.gateway):
         before = child.report["pid"]
@@ -210,12 +204,11 @@ async def test_without_restart_a_dead_worker_stays_dead(
 async def test_a_stubborn_process_is_killed_and_reported(
     make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("epd.supervisor._KILL_MARGIN_S", 0.3)
+    monkeypatch.setattr("epd.supervisor._KILL_MARGIN_S", 2)
     monkeypatch.setenv("MODE_DECODE", "stubborn")
     supervisor = make()
     serving = asyncio.create_task(supervisor.serve())
-    await until(lambda: all(child.ready.is_set() for child in supervisor.children))
-    await asyncio.sleep(0.3)
+    await until(lambda: "Ctrl-C stops" in capsys.readouterr().out)
     supervisor.stop()
     assert await serving == 1
     captured = capsys.readouterr()
@@ -254,10 +247,7 @@ def test_children_do_not_outlive_a_killed_parent() -> None:
     child = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 10
-    while _runs(child):
-        assert time.monotonic() < deadline, "the child lives on"
-        time.sleep(0.02)
+    block_until(lambda: not _runs(child))
 
 
 def _runs(pid: int) -> bool:

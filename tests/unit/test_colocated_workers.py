@@ -26,6 +26,7 @@ from prefill.ticket import FirstToken, KvReady
 from prefill.ticket import ReadsTerminal as PrefillTerminal
 from prefill.worker import PrefillWorker
 from tests.unit.fake_stage import BLOCK, FakeLm, FakeMemory, config, decode_job, prefill_job
+from tests.waiting import LIMIT_S, a_moment, until
 
 
 class CheckedLm(FakeLm):
@@ -58,9 +59,11 @@ class Together:
         return self.kv.blocks.used
 
     async def close(self) -> None:
-        await asyncio.sleep(0.02)
+        both = (self.prefill, self.decode)
+        busy = lambda worker: worker.steps.in_step or worker.state()["tickets"]  # noqa: E731
+        await until(lambda: not any(map(busy, both)) and not self.memory.engine.readers)
         self.memory.now += 10
-        for worker in (self.prefill, self.decode):
+        for worker in both:
             worker.tick()
             worker.check_integrity()
             assert worker.state()["tickets"] == 0
@@ -164,13 +167,13 @@ class Run:
             return
         for decode in self.decodes:
             self.both.decode.cancel(decode)
-            await until(decode.events, DecodeTerminal)
+            await until_event(decode.events, DecodeTerminal)
         self.both.prefill.cancel(self.ticket)
-        await until(self.ticket.events, PrefillTerminal)
+        await until_event(self.ticket.events, PrefillTerminal)
 
 
-async def until(mailbox: Any, kind: type) -> None:
-    async with asyncio.timeout(5):
+async def until_event(mailbox: Any, kind: type) -> None:
+    async with asyncio.timeout(LIMIT_S):
         while not any(isinstance(event, kind) for event in await mailbox.take()):
             pass
 
@@ -180,7 +183,7 @@ async def test_full_blocks_are_shared_and_the_last_is_copied(length: int) -> Non
     both = Together(prefill__chunk_tokens=3, prefill__prefix_cache=False)
     adopted = metrics.ADOPTED_BLOCKS._value.get()
     run = Run(both, range(20, 20 + length))
-    await asyncio.wait_for(run.go(), 10)
+    await asyncio.wait_for(run.go(), LIMIT_S)
     assert run.outputs == [[20 + length + i for i in range(6)]]
     assert run.moved == 0
     assert metrics.ADOPTED_BLOCKS._value.get() == adopted + length // BLOCK
@@ -190,18 +193,16 @@ async def test_full_blocks_are_shared_and_the_last_is_copied(length: int) -> Non
 async def test_choices_share_the_prompt_and_write_each_for_itself() -> None:
     both = Together()
     run = Run(both, range(20, 31), choices=3)
-    await asyncio.wait_for(run.go(), 10)
+    await asyncio.wait_for(run.go(), LIMIT_S)
     assert run.outputs == [[31 + i for i in range(6)]] * 3
     await both.close()
 
 
 async def test_the_next_turn_finds_what_decode_computed() -> None:
     both = Together()
-    await asyncio.wait_for(Run(both, range(20, 30), max_tokens=9).go(), 10)
+    await asyncio.wait_for(Run(both, range(20, 30), max_tokens=9).go(), LIMIT_S)
     ticket = await both.prefill.submit(replace(prefill_job(range(20, 40)), nonce=9))
-    async with asyncio.timeout(5):
-        while len(ticket.sums) < 5:
-            await asyncio.sleep(0.001)
+    await until(lambda: len(ticket.sums) >= 5)
     assert ticket.cached_tokens == 16, "the answer's blocks, too"
     both.prefill.close(ticket, clean=True)
     await both.close()
@@ -218,7 +219,7 @@ async def test_a_lease_that_is_over_gives_nothing() -> None:
     decode = await both.decode.submit(decode_job(range(20, 30)))
     both.decode.kv_ready(decode, 0, ready.handle, ready.tokens)
     with pytest.raises(EpdError) as caught:
-        await until(decode.events, KvFetched)
+        await until_event(decode.events, KvFetched)
     assert caught.value.kind is ErrorKind.TRANSFER_FAILED
     both.decode.close(decode)
     await both.close()
@@ -231,12 +232,13 @@ async def test_prefill_leaves_decode_its_part_of_the_pool() -> None:
         await both.prefill.submit(replace(prefill_job(range(n, n + 40)), nonce=n))
         for n in (20, 30, 40)
     ]
-    await asyncio.sleep(0.05)
+    await a_moment()
     assert [ticket.admitted for ticket in tickets] == [True, False, False]
     assert both.kv.blocks.free_count == 32 - 10
-    for ticket in tickets:
+    for number, ticket in enumerate(tickets):
+        await until(lambda ticket=ticket: ticket.admitted)
+        assert not any(ticket.admitted for ticket in tickets[number + 1 :])
         both.prefill.close(ticket, clean=True)
-        await asyncio.sleep(0.02)
     await both.close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -14,19 +13,14 @@ from epd.errors import EpdError, ErrorKind
 from epd.jobs import ImageItem, SampledToken
 from tests.unit.decode_bench import Bench, drain
 from tests.unit.fake_stage import BLOCK, IMAGE, decode_job
+from tests.waiting import until
 
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
     made = Bench()
     yield made
-    made.lm.gate.set()
-    made.memory.engine.gate.set()
-    await asyncio.sleep(0.02)
-    await made.worker.shut_down()
-    made.worker.check_integrity()
-    assert made.used == 0
-    assert made.worker.state()["tickets"] == 0
+    await made.close()
     check_content(made, {})
 
 
@@ -76,8 +70,7 @@ async def test_a_full_hit_needs_no_word_of_prefill_but_start(bench: Bench) -> No
     await ask(bench, ids)
     ticket = await bench.worker.submit(decode_job(ids))
     bench.worker.kv_ready(ticket, 0, bench.handle([0]), 4)
-    await asyncio.sleep(0.02)
-    assert ticket.fetched
+    await until(lambda: ticket.fetched)
     with pytest.raises(EpdError, match="kv_tokens"):
         bench.worker.begin(ticket, SampledToken(28), 8)
     bench.worker.kv_ready(ticket, 1, bench.handle([1]), 8)
@@ -123,9 +116,9 @@ async def test_choices_of_one_prompt_share_what_the_first_has_read(bench: Bench)
     ids = list(range(20, 30))
     bench.lm.gate.clear()
     first = await bench.join(ids, 30)
-    await asyncio.sleep(0.02)
+    await until(lambda: first.fetched)
     second = await bench.join(ids, 40)
-    await asyncio.sleep(0.02)
+    await until(lambda: second.fetched)
     assert second.transfer_bytes == bench.owner.layout.block_bytes, "its own last block"
     bench.lm.gate.set()
     ours, theirs = await drain(first), await drain(second)
@@ -166,7 +159,7 @@ async def test_a_read_that_was_given_up_leaves_nothing_behind(bench: Bench) -> N
     ids = list(range(20, 28))
     bench.memory.engine.gate.clear()
     ticket = await bench.join(ids)
-    await asyncio.sleep(0.02)
+    await until(lambda: bench.memory.engine.readers)
     bench.worker.cancel(ticket)
     bench.memory.engine.gate.set()
     await drain(ticket)
@@ -208,8 +201,7 @@ async def test_a_sequence_that_gave_way_reads_only_what_was_taken_from_it() -> N
     assert cached > 0
     assert read < -(-len(ids) // BLOCK)
     assert [*output, *rest] == list(range(64, 96))
-    await bench.worker.shut_down()
-    bench.worker.check_integrity()
+    await bench.close()
 
 
 async def test_switched_off_every_block_is_read() -> None:
@@ -217,20 +209,16 @@ async def test_switched_off_every_block_is_read() -> None:
     ids = list(range(20, 30))
     assert [(await ask(bench, ids))[:2] for _ in range(2)] == [(0, 3), (0, 3)]
     assert bench.kv.blocks.kept == 0
-    await bench.worker.shut_down()
+    await bench.close()
 
 
 async def test_blocks_are_read_while_a_step_runs(bench: Bench) -> None:
     """A newcomer is ready when the step ends, not a transfer later."""
     bench.lm.gate.clear()
     running = await bench.join([20, 21, 22])
-    async with asyncio.timeout(5):
-        while not bench.worker.steps.in_step:
-            await asyncio.sleep(0.001)
+    await until(lambda: bench.worker.steps.in_step)
     newcomer = await bench.join(list(range(40, 50)))
-    async with asyncio.timeout(5):
-        while not newcomer.fetched:
-            await asyncio.sleep(0.001)
+    await until(lambda: newcomer.fetched)
     assert bench.worker.steps.in_step
     assert bench.worker.steps.steps == 0
     bench.lm.gate.set()
@@ -243,7 +231,7 @@ async def three_at_once(bench: Bench, ids: list[int]) -> list[Any]:
     """Choices of one prompt: their reads are all under way when this returns."""
     bench.memory.engine.gate.clear()
     tickets = [await bench.join(ids, 60 + n, max_tokens=3) for n in range(3)]
-    await asyncio.sleep(0.02)
+    await until(lambda: bench.memory.engine.readers == 3)
     return tickets
 
 
@@ -294,4 +282,4 @@ async def test_switched_off_choices_read_each_for_itself() -> None:
     tickets = await three_at_once(bench, list(range(20, 30)))
     bench.memory.engine.gate.set()
     assert [(await finished(bench, ticket))[0] for ticket in tickets] == [3, 3, 3]
-    await bench.worker.shut_down()
+    await bench.close()

@@ -13,19 +13,14 @@ from epd.errors import EpdError, ErrorKind
 from epd.jobs import FinishReason, SampledToken
 from tests.unit.decode_bench import Bench, drain
 from tests.unit.fake_stage import POISON, decode_job
+from tests.waiting import a_moment, until
 
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
     made = Bench()
     yield made
-    made.lm.gate.set()
-    made.memory.engine.gate.set()
-    await asyncio.sleep(0.02)
-    await made.worker.shut_down()
-    made.worker.check_integrity()
-    assert made.used == 0
-    assert made.worker.state()["tickets"] == 0
+    await made.close()
 
 
 async def test_a_whole_output(bench: Bench) -> None:
@@ -51,8 +46,7 @@ async def test_blocks_are_read_while_prefill_goes_on(bench: Bench) -> None:
     ticket = await bench.worker.submit(decode_job(range(20, 30), max_tokens=2))
     assert [what for _, _, what in bench.worker.waits()] == ["its first blocks to be announced"]
     bench.worker.kv_ready(ticket, 0, bench.handle([0]), 4)
-    await asyncio.sleep(0.05)
-    assert ticket.loaded_blocks == 1
+    await until(lambda: ticket.loaded_blocks == 1)
     assert [what for _, _, what in bench.worker.waits()] == ["reads: 1 of 1 announced blocks here"]
     assert not ticket.fetched
     bench.worker.kv_ready(ticket, 1, bench.handle([1, 2]), 10)
@@ -112,22 +106,21 @@ async def test_one_bad_sequence_fails_alone(bench: Bench) -> None:
 async def test_blocks_that_reads_write_into_stay_until_the_reads_end(bench: Bench) -> None:
     bench.memory.engine.gate.clear()
     ticket = await bench.join(range(20, 30))
-    await asyncio.sleep(0.02)
+    await until(lambda: bench.memory.engine.readers)
     bench.worker.close(ticket)
-    await asyncio.sleep(0.02)
+    await a_moment()
     assert bench.used == 4
     bench.memory.engine.gate.set()
-    await asyncio.sleep(0.02)
-    assert bench.used == 0
+    await until(lambda: bench.used == 0)
 
 
 async def test_cancel_says_when_no_read_is_under_way(bench: Bench) -> None:
     bench.memory.engine.gate.clear()
     ticket = await bench.join(range(20, 30))
-    await asyncio.sleep(0.02)
+    await until(lambda: bench.memory.engine.readers)
     bench.worker.cancel(ticket)
     waiting = asyncio.create_task(drain(ticket))
-    await asyncio.sleep(0.05)
+    await a_moment()
     assert not waiting.done()
     bench.memory.engine.gate.set()
     assert (await waiting)[-1] == ReadsTerminal(True)
@@ -137,14 +130,11 @@ async def test_cancel_says_when_no_read_is_under_way(bench: Bench) -> None:
 async def test_blocks_of_a_running_step_are_freed_after_it(bench: Bench) -> None:
     bench.lm.gate.clear()
     ticket = await bench.join([20] * 4)
-    async with asyncio.timeout(5):
-        while not bench.worker.steps.in_step:
-            await asyncio.sleep(0.001)
+    await until(lambda: bench.worker.steps.in_step)
     bench.worker.close(ticket)
     assert bench.used == 2
     bench.lm.gate.set()
-    await asyncio.sleep(0.05)
-    assert bench.used == 0
+    await until(lambda: bench.used == 0)
 
 
 async def test_a_pushed_out_sequence_ends_retryably_with_all_its_tokens() -> None:
@@ -164,28 +154,24 @@ async def test_a_pushed_out_sequence_ends_retryably_with_all_its_tokens() -> Non
     bench.worker.close(younger)
     assert (await drain(older))[-1].output_tokens == 50
     bench.worker.close(older)
-    await bench.worker.shut_down()
-    assert bench.used == 0
+    await bench.close()
 
 
 async def test_a_closed_reader_that_is_pushed_out_harms_nobody() -> None:
     """Its stream is over, its read is not, and its blocks are wanted."""
     bench = Bench()
     older = await bench.join([20] * 4, max_tokens=55, arrival_ms=1)
-    async with asyncio.timeout(5):
-        while not older.sampler.num_output:
-            await asyncio.sleep(0.001)
+    await until(lambda: older.sampler.num_output)
+    bench.lm.gate.clear()  # so that it can't be done before the younger comes
     bench.memory.engine.gate.clear()
     younger = await bench.join([20] * 8, max_tokens=20, arrival_ms=2)
-    await asyncio.sleep(0.01)
-    assert younger.loader is not None
+    await until(lambda: bench.memory.engine.readers)
     bench.worker.close(younger)
+    bench.lm.gate.set()
     draining = asyncio.create_task(drain(older))
-    await asyncio.sleep(0.3)
+    await a_moment(0.3)
     assert not draining.done(), "it needs a block that a read still writes into"
     bench.memory.engine.gate.set()
     assert (await draining)[-1].output_tokens == 55
     bench.worker.close(older)
-    await bench.worker.shut_down()
-    bench.worker.check_integrity()
-    assert bench.used == 0
+    await bench.close()

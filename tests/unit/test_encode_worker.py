@@ -25,6 +25,7 @@ from epd.obs import metrics
 from epd.transfer.checksum import checksum_at
 from epd.transfer.contract import Handle
 from tests.unit.fake_stage import FakeLm, FakeMemory, config
+from tests.waiting import LIMIT_S, a_moment, until
 
 ROWS = 20_000
 """Of 16 bytes: three pictures fill the arena of 1 MiB."""
@@ -74,7 +75,7 @@ class Tower:
         pass
 
     def encode(self, images: Sequence[PreparedImage]) -> list[torch.Tensor]:
-        assert self.gate.wait(5)
+        assert self.gate.wait(LIMIT_S)
         pictures = [int(image.tensors["picture"]) for image in images]
         self.batches.append(pictures)
         if POISON in pictures:
@@ -96,22 +97,26 @@ class Bench:
     def state(self, name: str) -> Any:
         return self.worker.state()[name]
 
+    @property
+    def prepared(self) -> int:
+        """Pictures that could be in the next batch."""
+        waiting = self.worker._works.batcher._waiting.values()
+        return sum(image.patches is not None for image in waiting)
+
     async def ready(self, wanted: EncodeJob) -> tuple[Ticket, Handle]:
         ticket = self.worker.submit(wanted)
-        await asyncio.wait_for(asyncio.shield(ticket.finished), 5)
+        await asyncio.wait_for(asyncio.shield(ticket.finished), LIMIT_S)
         return ticket, self.worker.announce(ticket)
 
     async def close(self) -> None:
         self.pictures.gate.set()
-        await asyncio.sleep(0.02)
+        await until(lambda: not self.state("tickets") and self.pictures.place._value == 4)
         self.memory.now += 10
         self.worker.tick()
         self.worker.check_integrity()
         assert self.state("tickets") == 0
         assert self.state("arena_bytes_used") == 0
         assert self.state("cache_bytes_pinned") == 0
-        places = self.pictures.place
-        assert places._value == 4, "a place for a decoded picture leaked"
         await self.worker.shut_down()
 
 
@@ -151,13 +156,13 @@ async def test_many_who_want_it_at_once_wait_for_one_encode(bench: Bench) -> Non
     joined = looked_up("joined")
     bench.pictures.gate.clear()
     tickets = [bench.worker.submit(job(1, f"r{i}")) for i in range(5)]
-    await asyncio.sleep(0.01)
+    await until(lambda: bench.pictures.decoded)
     bench.worker.close(tickets[0], clean=False)  # the first leaves: the work goes on
     bench.worker.close(tickets[3], clean=False)
     bench.pictures.gate.set()
     rest = [tickets[i] for i in (1, 2, 4)]
     for ticket in rest:
-        await asyncio.wait_for(ticket.finished, 5)
+        await asyncio.wait_for(ticket.finished, LIMIT_S)
         assert value_at(bench.worker.announce(ticket)) == 1
     assert bench.tower.encoded == Counter({1: 1})
     assert looked_up("joined") == joined + 4
@@ -168,11 +173,11 @@ async def test_many_who_want_it_at_once_wait_for_one_encode(bench: Bench) -> Non
 async def test_the_last_to_leave_ends_the_work(bench: Bench) -> None:
     bench.pictures.gate.clear()
     tickets = [bench.worker.submit(job(1)) for _ in range(2)]
-    await asyncio.sleep(0.01)
+    await until(lambda: bench.pictures.decoded)
     for ticket in tickets:
         bench.worker.close(ticket, clean=False)
     bench.pictures.gate.set()
-    await asyncio.sleep(0.02)
+    await a_moment()
     assert not bench.tower.encoded
     assert bench.state("cache_bytes") == 0
 
@@ -189,7 +194,7 @@ async def test_a_failed_encode_fails_all_who_wait_and_leaves_nothing(
         assert value_at(handle) == 1
         for ticket in tickets:
             with pytest.raises(EpdError) as caught:
-                await asyncio.wait_for(ticket.finished, 5)
+                await asyncio.wait_for(ticket.finished, LIMIT_S)
             assert caught.value.kind is kind
             bench.worker.close(ticket, clean=False)
         bench.worker.close(good, clean=True)
@@ -231,7 +236,7 @@ async def test_switched_off_each_is_encoded_on_its_own() -> None:
     tickets = [bench.worker.submit(job(1)) for _ in range(2)]
     bench.pictures.gate.set()
     for ticket in tickets:
-        await asyncio.wait_for(ticket.finished, 5)
+        await asyncio.wait_for(ticket.finished, LIMIT_S)
         bench.worker.close(ticket, clean=True)
     assert bench.tower.encoded == Counter({1: 2})
     assert bench.worker._arena.used_bytes == 0
@@ -273,19 +278,15 @@ async def test_the_next_pictures_are_decoded_while_the_tower_runs() -> None:
     bench = Bench(encode__batch_patches=2 * ROWS)
     bench.tower.gate.clear()
     first = bench.worker.submit(job(1))
-    async with asyncio.timeout(5):
-        while not bench.worker.steps.in_step:
-            await asyncio.sleep(0.001)
+    await until(lambda: bench.worker.steps.in_step)
     others = [bench.worker.submit(job(picture)) for picture in (2, 3)]
-    async with asyncio.timeout(5):
-        while set(bench.pictures.decoded) != {1, 2, 3}:
-            await asyncio.sleep(0.001)
-    await asyncio.sleep(0.01)
+    await until(lambda: set(bench.pictures.decoded) == {1, 2, 3})
+    await until(lambda: bench.prepared == 2)
     assert bench.worker.steps.in_step, "the tower is at picture 1 still"
     assert not any(ticket.finished.done() for ticket in (first, *others))
     bench.tower.gate.set()
     for ticket in (first, *others):
-        await asyncio.wait_for(ticket.finished, 5)
+        await asyncio.wait_for(ticket.finished, LIMIT_S)
     assert bench.tower.batches == [[1], [2, 3]]
     for ticket in (first, *others):
         bench.worker.close(ticket, clean=True)
@@ -296,14 +297,14 @@ async def test_a_requests_first_picture_is_decoded_and_encoded_first(bench: Benc
     bench.pictures.gate.clear()
     tickets = [bench.worker.submit(job(picture, "a")) for picture in (1, 2, 3)]
     tickets.append(bench.worker.submit(job(4, "b")))
-    await asyncio.sleep(0.02)
-    assert set(bench.pictures.decoded) == {1, 4}, "another request's waits for nobody"
+    await until(lambda: set(bench.pictures.decoded) == {1, 4})  # that waits for nobody
+    await a_moment()
+    assert set(bench.pictures.decoded) == {1, 4}, "2 and 3 wait for 1"
     bench.worker.close(tickets[0], clean=True)
-    await asyncio.sleep(0.02)
-    assert set(bench.pictures.decoded) == {1, 2, 3, 4}, "it left: nobody waits for it"
+    await until(lambda: set(bench.pictures.decoded) == {1, 2, 3, 4})  # it left
     bench.pictures.gate.set()
     for ticket in tickets[1:]:
-        await asyncio.wait_for(ticket.finished, 5)
+        await asyncio.wait_for(ticket.finished, LIMIT_S)
         bench.worker.close(ticket, clean=True)
 
 
@@ -311,10 +312,10 @@ async def test_a_batch_holds_no_more_patches_than_allowed() -> None:
     bench = Bench(encode__batch_patches=2 * ROWS - 1)
     bench.tower.gate.clear()
     tickets = [bench.worker.submit(job(picture)) for picture in (1, 2, 3)]
-    await asyncio.sleep(0.02)
+    await until(lambda: bench.worker.steps.in_step and bench.prepared == 2)
     bench.tower.gate.set()
     for ticket in tickets:
-        await asyncio.wait_for(ticket.finished, 5)
+        await asyncio.wait_for(ticket.finished, LIMIT_S)
         bench.worker.close(ticket, clean=True)
     assert bench.tower.batches == [[1], [2], [3]]
     await bench.close()
@@ -327,7 +328,7 @@ async def test_the_router_is_told_of_rows_and_what_they_cost(bench: Bench) -> No
     assert bench.worker.load().queued_rows == 2 * ROWS, "one picture twice is encoded once"
     bench.pictures.gate.set()
     for ticket in tickets:
-        await asyncio.wait_for(ticket.finished, 5)
+        await asyncio.wait_for(ticket.finished, LIMIT_S)
         bench.worker.close(ticket, clean=True)
     assert bench.worker.load().queued_rows == 0
     assert bench.worker.load().us_per_row > 0
@@ -347,7 +348,7 @@ STEPS = st.lists(
 def test_any_schedule_gives_each_reader_its_own_picture(
     steps: list[tuple[str, int]], cache_mib: int
 ) -> None:
-    asyncio.run(asyncio.wait_for(run_schedule(steps, cache_mib), 20))
+    asyncio.run(asyncio.wait_for(run_schedule(steps, cache_mib), LIMIT_S))
 
 
 async def run_schedule(steps: list[tuple[str, int]], cache_mib: int) -> None:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 
 from epd.forked import may_fork
 from epd.forkserver import ForkFailed, ForkServer, Process
+from tests.waiting import LIMIT_S, block_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,7 +61,7 @@ def test_a_fork_is_a_child_like_any_other(forks: ForkServer) -> None:
     assert facts["files"] == [0, 1, 2]
     assert facts["signals"] == [True]
     assert running.stderr.read() == "an error\n"
-    assert running.process.wait(10) == 3
+    assert running.process.wait(LIMIT_S) == 3
     assert running.process.poll() == 3
     assert Running(forks, "say").facts()["environ"] == ""
 
@@ -72,7 +72,7 @@ def test_signals_and_time_limits(forks: ForkServer) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.1)
     process.terminate()
-    assert process.wait(10) == -signal.SIGTERM
+    assert process.wait(LIMIT_S) == -signal.SIGTERM
     process.kill()  # nobody
 
 
@@ -87,7 +87,7 @@ def test_a_dead_server_takes_nothing_with_it_and_is_replaced(forks: ForkServer) 
     assert after["parent"] == os.getpid()
     assert before.process.poll() is None
     before.process.kill()
-    assert before.process.wait(10) == -signal.SIGKILL
+    assert before.process.wait(LIMIT_S) == -signal.SIGKILL
 
 
 def test_a_server_that_can_not_start_is_a_reason(
@@ -103,14 +103,15 @@ def test_a_server_that_can_not_start_is_a_reason(
 def test_orphans_of_a_dead_fork_are_collected(forks: ForkServer) -> None:
     running = Running(forks, "orphan")
     orphan = psutil.Process(int(running.stdout.readline()))
-    assert running.process.wait(10) == 0
+    assert running.process.wait(LIMIT_S) == 0
     assert orphan.ppid() == os.getpid()
     running.process.kill_group()
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(orphan.pid):
+
+    def collected() -> bool:
         running.process.collect()
-        assert time.monotonic() < deadline, "a zombie is left"
-        time.sleep(0.01)
+        return not psutil.pid_exists(orphan.pid)
+
+    block_until(collected)
 
 
 async def test_one_that_nobody_was_told_of_is_ended(forks: ForkServer) -> None:
@@ -123,7 +124,7 @@ async def test_one_that_nobody_was_told_of_is_ended(forks: ForkServer) -> None:
     await asyncio.to_thread(forks.close)
     os.close(write)
     with open(read) as output:
-        await asyncio.wait_for(asyncio.to_thread(output.read), 10)  # nobody writes any more
+        await asyncio.wait_for(asyncio.to_thread(output.read), LIMIT_S)  # nobody writes any more
 
 
 async def test_many_at_once_get_each_its_own(forks: ForkServer) -> None:
@@ -136,7 +137,7 @@ async def test_many_at_once_get_each_its_own(forks: ForkServer) -> None:
     assert len({process.pid for process in made}) == 8
     for process in made:
         process.kill()
-        assert process.wait(10) == -signal.SIGKILL
+        assert process.wait(LIMIT_S) == -signal.SIGKILL
     os.close(quiet)
 
 
@@ -159,7 +160,7 @@ def test_forks_die_with_a_killed_owner() -> None:
     assert {process.pid for process in family} > pids
     owner.kill()
     owner.wait()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=LIMIT_S)
     assert not alive
     owner.stdout.close()
 

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from epd.config import GatewayConfig
 from gateway.http_server import HttpServer
+from tests.waiting import until
 
 
 async def test_small_writes_leave_at_once() -> None:
@@ -17,9 +18,7 @@ async def test_small_writes_leave_at_once() -> None:
     await server.start()
     host, _, port = server.address.rpartition(":")
     _, writer = await asyncio.open_connection(host, int(port))
-    async with asyncio.timeout(5):
-        while not server.connections:
-            await asyncio.sleep(0.001)
+    await until(lambda: server.connections)
     try:
         (connection,) = server._server.server_state.connections
         accepted = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]

@@ -20,10 +20,10 @@ from epd.text.messages import ChatMessage, ImagePart, ImageSize, TextPart, Tool,
 from epd.text.prompt import PromptBuilder, PromptPlan
 from gateway.checkpoint import Loaded, read
 from gateway.prompts import PromptPool
+from tests.waiting import a_moment, until
 
 MESSAGES = [ChatMessage("user", (ImagePart(0), TextPart("what is it?")))]
 SIZES = [ImageSize(64, 48, "messages[0].content[0]")]
-pytestmark = pytest.mark.timeout(120)
 shared_pool = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -81,7 +81,7 @@ async def test_a_dead_process_fails_what_it_had_and_no_more(pool: PromptPool) ->
     process = child()
     process.suspend()
     asked = [asyncio.create_task(pool.build(MESSAGES, SIZES, 4096)) for _ in range(3)]
-    await asyncio.sleep(0.2)
+    await until(lambda: pool.at_hand == 2)
     os.kill(process.pid, signal.SIGKILL)
     *at_hand, waiting = await asyncio.gather(*asked, return_exceptions=True)
     for result in at_hand:
@@ -89,7 +89,7 @@ async def test_a_dead_process_fails_what_it_had_and_no_more(pool: PromptPool) ->
         assert result.kind is ErrorKind.STAGE_UNAVAILABLE
     assert isinstance(waiting, PromptPlan)
     assert pool.rebuilt == 1
-    assert not process.is_running()
+    await until(lambda: not process.is_running())
 
 
 @shared_pool
@@ -100,11 +100,11 @@ async def test_requests_that_were_given_up_take_their_place_until_answered(
     process = child()
     process.suspend()
     given_up = [asyncio.create_task(pool.build(MESSAGES, SIZES, 4096)) for _ in range(2)]
-    await asyncio.sleep(0.05)
+    await until(lambda: pool.at_hand == 2)
     for task in given_up:
         task.cancel()
     waiting = asyncio.create_task(pool.build(MESSAGES, SIZES, 4096))
-    await asyncio.sleep(0.05)
+    await a_moment()
     assert pool.at_hand == 2
     process.resume()
     assert (await waiting).image_tokens > 0

@@ -12,6 +12,7 @@ import grpc.aio
 from epd.jobs import Stage
 from gateway.streams import StageStream
 from protos.epd.v1 import encode_pb2, encode_pb2_grpc
+from tests.waiting import LIMIT_S
 
 
 async def test_a_call_that_was_given_up_before_it_reached_its_worker_ends() -> None:
@@ -21,11 +22,11 @@ async def test_a_call_that_was_given_up_before_it_reached_its_worker_ends() -> N
         async with grpc.aio.insecure_channel(address) as channel:
             worker: Any = SimpleNamespace(streams=set(), pending=0)
             ended: list[bool] = []
-            call = encode_pb2_grpc.EncodeStub(channel).Run(timeout=30)
+            call = encode_pb2_grpc.EncodeStub(channel).Run(timeout=2 * LIMIT_S)
             stream = StageStream(Stage.ENCODE, worker, call, lambda: ended.append(True))
             stream.send(encode_pb2.EncodeRequest())
-            await asyncio.sleep(0.1)
-            async with asyncio.timeout(5):
+            await asyncio.sleep(0.1)  # nothing says that it has dialled
+            async with asyncio.timeout(LIMIT_S):
                 await stream.settle(0.1)
             assert stream.lost
             assert ended == [True]

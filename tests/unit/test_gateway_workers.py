@@ -14,6 +14,7 @@ from epd.jobs import Stage
 from gateway import router
 from gateway.worker import Capacity, Card, release
 from gateway.workers import Registry
+from tests.waiting import LIMIT_S
 
 
 @dataclass
@@ -216,15 +217,15 @@ def test_limits_are_the_smallest(registry: Registry) -> None:
 
 
 async def test_waiting_for_a_worker_ends_when_it_joins(registry: Registry) -> None:
-    waiter = asyncio.create_task(registry.until_live([Stage.DECODE], 5))
+    waiter = asyncio.create_task(registry.until_live([Stage.DECODE], 2 * LIMIT_S))
     await asyncio.sleep(0)
     assert not waiter.done()
     registry.join(card())
-    await asyncio.wait_for(waiter, 1)
+    await asyncio.wait_for(waiter, LIMIT_S)
 
 
 async def test_waiting_for_a_worker_is_bounded(registry: Registry) -> None:
-    await asyncio.wait_for(registry.until_live([Stage.DECODE], 0.01), 1)
+    await asyncio.wait_for(registry.until_live([Stage.DECODE], 0.01), LIMIT_S)
 
 
 # --- router ------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 from epd.config import LogConfig
 from epd.obs import logs
 from epd.obs.http import ObservationServer
+from tests.waiting import LIMIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +92,7 @@ async def test_metrics_and_state_are_served() -> None:
     address = await server.start("127.0.0.1", 0)
 
     def get(path: str) -> bytes:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=LIMIT_S) as answer:
             return bytes(answer.read())
 
     state = await asyncio.to_thread(get, "/debug/state")
@@ -123,7 +124,7 @@ async def test_a_client_that_sends_nonsense_gets_an_answer_or_is_dropped() -> No
         writer.write(garbage)
         if writer.can_write_eof():
             writer.write_eof()
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), LIMIT_S)
         assert answer == b"" or answer.startswith(b"HTTP/1.0 404")
         writer.close()
     await server.close()

@@ -14,7 +14,8 @@ from epd.jobs import ImageItem
 from epd.transfer.arena import page_aligned
 from prefill.ticket import Admitted, EmbeddingFetched, FirstToken, ReadsTerminal, Ticket
 from tests.unit.fake_stage import IMAGE, prefill_job
-from tests.unit.prefill_bench import Bench, announced, image, in_step, until
+from tests.unit.prefill_bench import Bench, announced, image, in_step, until_event
+from tests.waiting import LIMIT_S, a_moment, until
 
 ROWS = 3
 NBYTES = ROWS * 16
@@ -24,11 +25,7 @@ NBYTES = ROWS * 16
 async def bench() -> AsyncIterator[Bench]:
     made = Bench(prefill__prefix_cache=False)
     yield made
-    made.lm.gate.set()
-    made.memory.engine.gate.set()
-    await asyncio.sleep(0.02)
-    await made.worker.shut_down()
-    made.idle()
+    await made.close()
 
 
 _ENCODERS: list[Tensor] = []
@@ -49,7 +46,7 @@ async def submit(bench: Bench, *items: ImageItem) -> Ticket:
 
 
 async def admitted(ticket: Ticket) -> Admitted:
-    (event,) = await until(ticket, Admitted)
+    (event,) = await until_event(ticket, Admitted)
     assert isinstance(event, Admitted)
     return event
 
@@ -61,7 +58,7 @@ def landed(bench: Bench, ticket: Ticket, index: int = 0) -> list[int]:
 
 
 async def finish(bench: Bench, ticket: Ticket) -> list[Any]:
-    events = await until(ticket, FirstToken)
+    events = await until_event(ticket, FirstToken)
     bench.worker.close(ticket, clean=True)
     return events
 
@@ -103,7 +100,7 @@ async def test_two_requests_share_one_read(bench: Bench) -> None:
     bench.memory.engine.gate.clear()
     bench.worker.embedding_ready(first, 0, announced(bench, source(7)))
     bench.worker.embedding_ready(second, 0, announced(bench, source(8)))
-    await asyncio.sleep(0.02)
+    await until(lambda: bench.memory.engine.readers)
     bench.memory.engine.gate.set()
     events = await finish(bench, first), await finish(bench, second)
     moved = [await fetched(found) for found in events]
@@ -116,7 +113,7 @@ async def test_the_second_waits_for_its_own_announcement(bench: Bench) -> None:
     await admitted(second)
     bench.worker.embedding_ready(first, 0, announced(bench, source(7)))
     await finish(bench, first)
-    await asyncio.sleep(0.02)
+    await a_moment()
     assert not second.told_last
     bench.worker.embedding_ready(second, 0, announced(bench, source(7)))
     assert await fetched(await finish(bench, second)) == 0
@@ -134,16 +131,16 @@ async def test_when_the_reader_goes_away_the_next_one_reads_for_itself(
     theirs = source(7)
     bench.worker.embedding_ready(first, 0, announced(bench, theirs))
     bench.worker.embedding_ready(second, 0, announced(bench, source(8)))
-    await asyncio.sleep(0.02)
+    await until(lambda: bench.memory.engine.readers)
     if how == "cancelled":
         bench.worker.cancel(first)
     else:
         bench.worker.close(first, clean=how == "closed")
     theirs[:] = 99  # the encoder has reused it
-    await asyncio.sleep(0.02)
+    await a_moment()
     bench.memory.engine.gate.set()
     events: list[Any] = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while not second.told_last:
             events += await second.events.take()
             if second.landing:
@@ -152,7 +149,7 @@ async def test_when_the_reader_goes_away_the_next_one_reads_for_itself(
     assert await fetched(events) == NBYTES
     bench.worker.close(second, clean=True)
     if how == "cancelled":
-        await until(first, ReadsTerminal)
+        await until_event(first, ReadsTerminal)
         bench.worker.close(first, clean=True)
 
 
@@ -165,10 +162,10 @@ async def test_when_the_reader_fails_only_it_fails(bench: Bench) -> None:
     bench.worker.embedding_ready(first, 0, announced(bench, damaged))
     damaged[0] = 1
     bench.worker.embedding_ready(second, 0, announced(bench, source(8)))
-    await asyncio.sleep(0.02)
+    await until(lambda: bench.memory.engine.readers)
     bench.memory.engine.gate.set()
     with pytest.raises(EpdError) as caught:
-        await until(first, FirstToken)
+        await until_event(first, FirstToken)
     assert caught.value.kind is ErrorKind.CHECKSUM_MISMATCH
     bench.worker.close(first, clean=True)
     assert await fetched(await finish(bench, second)) == NBYTES
@@ -198,11 +195,7 @@ async def test_requests_with_one_picture_fit_where_copies_would_not() -> None:
         assert (await admitted(ticket)).missing_items == (0,)
     for ticket in tickets:
         bench.worker.close(ticket, clean=True)
-    async with asyncio.timeout(5):
-        while bench.used:  # a step that runs gives its blocks back when it ends
-            await asyncio.sleep(0.005)
-    await bench.worker.shut_down()
-    bench.idle()
+    await bench.close()
 
 
 async def test_switched_off_each_request_reads_for_itself() -> None:
@@ -213,8 +206,7 @@ async def test_switched_off_each_request_reads_for_itself() -> None:
         bench.worker.embedding_ready(ticket, 0, announced(bench, source(value)))
         assert await fetched(await finish(bench, ticket)) == NBYTES
     assert bench.worker.state()["embeddings_cached"] == 0
-    await bench.worker.shut_down()
-    bench.idle()
+    await bench.close()
 
 
 async def test_a_request_is_admitted_and_its_picture_read_while_a_step_runs(bench: Bench) -> None:
@@ -225,7 +217,7 @@ async def test_a_request_is_admitted_and_its_picture_read_while_a_step_runs(benc
     ticket = await submit(bench, image(ROWS))
     assert (await admitted(ticket)).missing_items == (0,)
     bench.worker.embedding_ready(ticket, 0, announced(bench, source(7)))
-    assert await fetched(await until(ticket, EmbeddingFetched)) == NBYTES
+    assert await fetched(await until_event(ticket, EmbeddingFetched)) == NBYTES
     assert busy.in_step, "all of this was during its step"
     bench.lm.gate.set()
     await finish(bench, busy)

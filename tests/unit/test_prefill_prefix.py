@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,22 +13,21 @@ from epd.transfer.arena import page_aligned
 from epd.transfer.checksum import verify_at
 from prefill.ticket import Admitted, FirstToken, KvReady, ReadsTerminal, Ticket
 from tests.unit.fake_stage import BLOCK, IMAGE, prefill_job
-from tests.unit.prefill_bench import Bench, announced, image, in_step, until
+from tests.unit.prefill_bench import Bench, announced, image, in_step, until_event
+from tests.waiting import a_moment
 
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
     made = Bench()
     yield made
-    made.lm.gate.set()
-    await made.worker.shut_down()
-    made.idle()
+    await made.close()
 
 
 async def ask(bench: Bench, ids: Any, *, lost: bool = False, **job: Any) -> list[Any]:
     """A whole request; its events."""
     ticket = await bench.worker.submit(prefill_job(ids, **job))
-    events = await until(ticket, FirstToken)
+    events = await until_event(ticket, FirstToken)
     check_announced(bench, ticket, events)
     bench.worker.close(ticket, clean=not lost)
     return events
@@ -80,11 +78,11 @@ async def test_cached_blocks_are_announced_before_the_first_step(bench: Bench) -
     await ask(bench, ids)
     bench.lm.gate.clear()
     ticket = await bench.worker.submit(prefill_job(ids))
-    ready = (await until(ticket, KvReady))[-1]
+    ready = (await until_event(ticket, KvReady))[-1]
     assert (ready.first_block, len(ready.handle.spans), ready.tokens) == (0, 2, 8)
     assert ticket.in_step
     bench.lm.gate.set()
-    events = [ready, *await until(ticket, FirstToken)]
+    events = [ready, *await until_event(ticket, FirstToken)]
     check_announced(bench, ticket, events)
     bench.worker.close(ticket, clean=True)
 
@@ -121,11 +119,11 @@ async def with_image(bench: Bench, ids: list[int], name: str) -> list[Any]:
     """A request whose image prefill may or may not ask for."""
     items = (image(3, name),)
     ticket = await bench.worker.submit(prefill_job(ids, items=items))
-    events = await until(ticket, Admitted)
+    events = await until_event(ticket, Admitted)
     for index in events[0].missing_items:
         rows = page_aligned(4096)
         bench.worker.embedding_ready(ticket, index, announced(bench, rows))
-    events += await until(ticket, FirstToken)
+    events += await until_event(ticket, FirstToken)
     bench.worker.close(ticket, clean=True)
     return events
 
@@ -183,7 +181,7 @@ async def test_what_a_cancelled_request_computed_stays(bench: Bench) -> None:
     await in_step(ticket)
     bench.worker.cancel(ticket)
     bench.lm.gate.set()
-    await until(ticket, ReadsTerminal)
+    await until_event(ticket, ReadsTerminal)
     bench.worker.close(ticket, clean=True)
     assert cached(await ask(bench, ids)) == 8
 
@@ -194,9 +192,9 @@ async def test_blocks_that_a_reader_found_damaged_are_given_to_nobody_again(
 ) -> None:
     ids = list(range(20, 30))
     ticket = await bench.worker.submit(prefill_job(ids))
-    await until(ticket, FirstToken)
+    await until_event(ticket, FirstToken)
     bench.worker.cancel(ticket, damaged=damaged)
-    await until(ticket, ReadsTerminal)
+    await until_event(ticket, ReadsTerminal)
     bench.worker.close(ticket, clean=True)
     assert bench.used == 0
     assert cached(await ask(bench, ids)) == found
@@ -219,9 +217,9 @@ async def test_blocks_that_a_reader_found_damaged_are_given_to_nobody_else(bench
     await ask(bench, ids)
     bench.kv.pool.k(0)[next(iter(bench.kv.prefix._entries))] = 99
     ticket = await bench.worker.submit(prefill_job(ids))
-    await until(ticket, FirstToken)
+    await until_event(ticket, FirstToken)
     bench.worker.cancel(ticket, damaged=True)
-    assert (await until(ticket, ReadsTerminal))[-1].clean
+    assert (await until_event(ticket, ReadsTerminal))[-1].clean
     bench.worker.close(ticket, clean=True)
     assert cached(await ask(bench, ids)) == 0
     assert cached(await ask(bench, ids)) == 8
@@ -239,11 +237,11 @@ async def test_lost_readers_of_a_shared_prefix_hold_it_and_it_is_still_found(
     assert quarantined == 4 * bench.kv.layout.block_bytes, "what is shared counts once"
     # 16 blocks: with 12 free and none of these evictable, 13 can't be had.
     ticket = await bench.worker.submit(prefill_job([50] * 13 * BLOCK))
-    await asyncio.sleep(0.05)
+    await a_moment()
     assert not ticket.admitted
     bench.memory.now += 1.1
     bench.worker.tick()
-    await until(ticket, FirstToken)
+    await until_event(ticket, FirstToken)
     bench.worker.close(ticket, clean=True)
     assert bench.used == 0
 
@@ -262,5 +260,4 @@ async def test_switched_off_every_prompt_is_computed_anew() -> None:
     assert [cached(await ask(bench, ids)) for _ in range(2)] == [0, 0]
     assert bench.lm.batches == [ids, ids]
     assert bench.kv.blocks.kept == 0
-    await bench.worker.shut_down()
-    bench.idle()
+    await bench.close()

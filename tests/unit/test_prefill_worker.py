@@ -13,21 +13,20 @@ from epd.jobs import FinishReason
 from epd.transfer.arena import page_aligned
 from prefill.ticket import Admitted, EmbeddingFetched, FirstToken, KvReady, ReadsTerminal
 from tests.unit.fake_stage import IMAGE, POISON, prefill_job
-from tests.unit.prefill_bench import Bench, announced, image, in_step, until
+from tests.unit.prefill_bench import Bench, announced, image, in_step, until_event
+from tests.waiting import a_moment, until
 
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
     made = Bench()
     yield made
-    made.lm.gate.set()
-    await made.worker.shut_down()
-    made.idle()
+    await made.close()
 
 
 async def test_events_in_order_and_blocks_sealed_once(bench: Bench) -> None:
     ticket = await bench.worker.submit(prefill_job(range(20, 30)))
-    events = await until(ticket, FirstToken)
+    events = await until_event(ticket, FirstToken)
     assert [type(e) for e in events] == [Admitted, KvReady, FirstToken]
     assert events[1].tokens == 10
     assert len(events[1].handle.spans) == 3
@@ -45,13 +44,13 @@ async def test_one_bad_request_fails_alone_and_the_worker_goes_on(bench: Bench) 
     good = await bench.worker.submit(prefill_job([20, 21]))
     bad = await bench.worker.submit(prefill_job([20, POISON]))
     bench.lm.gate.set()
-    assert (await until(good, FirstToken))[-1].token.id == 22
+    assert (await until_event(good, FirstToken))[-1].token.id == 22
     with pytest.raises(EpdError) as caught:
-        await until(bad, FirstToken)
+        await until_event(bad, FirstToken)
     assert caught.value.kind is ErrorKind.INTERNAL
     assert [20, 21, 20, POISON] in bench.lm.batches
     after = await bench.worker.submit(prefill_job([50]))
-    assert (await until(after, FirstToken))[-1].token.id == 51
+    assert (await until_event(after, FirstToken))[-1].token.id == 51
     for ticket in (blocker, good, bad, after):
         bench.worker.close(ticket, clean=True)
 
@@ -61,23 +60,22 @@ async def test_blocks_of_a_running_step_are_freed_after_it(bench: Bench) -> None
     ticket = await bench.worker.submit(prefill_job(range(20, 30)))
     await in_step(ticket)
     bench.worker.close(ticket, clean=False)
-    await asyncio.sleep(0.05)
+    await a_moment()
     assert bench.used == 3
     bench.lm.gate.set()
-    await asyncio.sleep(0.05)
+    await until(lambda: not bench.worker.steps.in_step)
     assert bench.used == 0, "never announced: free at once after the step"
 
 
 async def test_cancel_reports_only_after_the_running_step(bench: Bench) -> None:
     bench.lm.gate.clear()
     ticket = await bench.worker.submit(prefill_job(range(20, 30)))
-    await until(ticket, Admitted)
+    await until_event(ticket, Admitted)
     await in_step(ticket)
     assert [(name, what) for name, _, what in bench.worker.waits()] == [("r", "the running step")]
     bench.worker.cancel(ticket)
-    await asyncio.sleep(0.05)
-    waiting = asyncio.create_task(until(ticket, ReadsTerminal))
-    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(until_event(ticket, ReadsTerminal))
+    await a_moment(0.1)
     assert not waiting.done()
     bench.lm.gate.set()
     assert (await waiting)[-1] == ReadsTerminal(True)
@@ -88,7 +86,7 @@ async def test_cancel_reports_only_after_the_running_step(bench: Bench) -> None:
 
 async def test_lost_blocks_wait_out_the_quarantine(bench: Bench) -> None:
     ticket = await bench.worker.submit(prefill_job(range(20, 30)))
-    await until(ticket, FirstToken)
+    await until_event(ticket, FirstToken)
     bench.worker.close(ticket, clean=False)
     bench.worker.tick()
     assert bench.used == 3
@@ -104,23 +102,23 @@ async def test_without_overlap_nothing_runs_before_the_image_and_blocks_come_at_
     bench = Bench(prefill__overlap=overlap, prefill__chunk_tokens=4)
     ids = [20, 21, 22, 23, IMAGE, IMAGE, IMAGE, *range(30, 40)]
     ticket = await bench.worker.submit(prefill_job(ids, items=(image(),)))
-    await until(ticket, Admitted)
-    await asyncio.sleep(0.05)
+    await until_event(ticket, Admitted)
+    await until(lambda: len(bench.lm.batches) == overlap)
+    await a_moment()
     assert bench.lm.batches == ([ids[:4]] if overlap else [])
     rows = page_aligned(4096)
     bench.worker.embedding_ready(ticket, 0, announced(bench, rows))
-    events = await until(ticket, FirstToken)
+    events = await until_event(ticket, FirstToken)
     assert [bench.lm.batches[n] for n in range(5)] == [ids[n : n + 4] for n in range(0, 17, 4)]
     blocks = [len(event.handle.spans) for event in events if isinstance(event, KvReady)]
     assert blocks == ([1] * 5 if overlap else [5])
     bench.worker.close(ticket, clean=True)
-    await bench.worker.shut_down()
-    bench.idle()
+    await bench.close()
 
 
 async def test_without_decode_nothing_is_announced_or_kept(bench: Bench) -> None:
     ticket = await bench.worker.submit(prefill_job([20, 21], max_tokens=1, follows=False))
-    events = await until(ticket, FirstToken)
+    events = await until_event(ticket, FirstToken)
     assert [type(e) for e in events] == [Admitted, FirstToken]
     assert events[-1].finish is FinishReason.LENGTH
     assert bench.used == 0
@@ -130,15 +128,15 @@ async def test_without_decode_nothing_is_announced_or_kept(bench: Bench) -> None
 async def test_a_request_waits_until_all_its_memory_is_free(bench: Bench) -> None:
     """16 blocks: the first takes 10, the second needs 8, the third 1."""
     first = await bench.worker.submit(prefill_job([20] * 40))
-    await until(first, FirstToken)
+    await until_event(first, FirstToken)
     second = await bench.worker.submit(prefill_job([21] * 32))
     third = await bench.worker.submit(prefill_job([20]))
-    await asyncio.sleep(0.05)
+    await a_moment()
     assert not second.admitted
     assert not third.admitted, "nobody overtakes"
     bench.worker.close(first, clean=True)
-    await until(second, FirstToken)
-    await until(third, FirstToken)
+    await until_event(second, FirstToken)
+    await until_event(third, FirstToken)
     bench.worker.close(second, clean=True)
     bench.worker.close(third, clean=True)
 
@@ -146,16 +144,17 @@ async def test_a_request_waits_until_all_its_memory_is_free(bench: Bench) -> Non
 async def test_an_image_is_read_verified_and_its_place_given_back(bench: Bench) -> None:
     ids = [20, IMAGE, IMAGE, IMAGE, 21]
     ticket = await bench.worker.submit(prefill_job(ids, items=(image(),)))
-    first = (await until(ticket, Admitted))[0]
+    first = (await until_event(ticket, Admitted))[0]
     assert first.missing_items == (0,)
-    await asyncio.sleep(0.05)
+    await until(lambda: bench.lm.batches)
+    await a_moment()
     assert bench.lm.batches == [[20]], "the text before the image runs, no more"
     rows = page_aligned(4096)
     rows[:48] = 7
     bench.worker.embedding_ready(ticket, 0, announced(bench, rows))
     with pytest.raises(EpdError, match="not missing"):
         bench.worker.embedding_ready(ticket, 0, announced(bench, rows))
-    events = await until(ticket, FirstToken)
+    events = await until_event(ticket, FirstToken)
     assert next(e for e in events if isinstance(e, EmbeddingFetched)).transfer_bytes == 48
     assert bench.worker.state()["arena_bytes_used"] == 0, "free once all rows are computed"
     bench.worker.close(ticket, clean=True)
@@ -164,18 +163,17 @@ async def test_an_image_is_read_verified_and_its_place_given_back(bench: Bench) 
 async def test_a_place_that_a_read_may_write_into_is_not_given_back(bench: Bench) -> None:
     ids = [20, IMAGE, IMAGE, IMAGE, 21]
     ticket = await bench.worker.submit(prefill_job(ids, items=(image(),)))
-    await until(ticket, Admitted)
+    await until_event(ticket, Admitted)
     rows = page_aligned(4096)
     bench.memory.engine.gate.clear()
     bench.worker.embedding_ready(ticket, 0, announced(bench, rows))
-    await asyncio.sleep(0.02)
+    await until(lambda: bench.memory.engine.readers)
     bench.worker.close(ticket, clean=True)
-    await asyncio.sleep(0.02)
-    assert bench.used == 0
+    await until(lambda: bench.used == 0)
+    await a_moment()
     assert bench.worker.state()["arena_bytes_used"] == 64
     bench.memory.engine.gate.set()
-    await asyncio.sleep(0.02)
-    assert bench.worker.state()["arena_bytes_used"] == 0
+    await until(lambda: bench.worker.state()["arena_bytes_used"] == 0)
 
 
 async def test_half_closing_without_the_images_is_an_error_and_after_them_a_release(
@@ -183,13 +181,13 @@ async def test_half_closing_without_the_images_is_an_error_and_after_them_a_rele
 ) -> None:
     ids = [20, IMAGE, IMAGE, IMAGE, 21]
     ticket = await bench.worker.submit(prefill_job(ids, items=(image(),)))
-    await until(ticket, Admitted)
+    await until_event(ticket, Admitted)
     with pytest.raises(EpdError, match="half-closed"):
         bench.worker.half_close(ticket)
     bench.worker.close(ticket, clean=True)
     text = await bench.worker.submit(prefill_job([20]))
     bench.worker.half_close(text)  # early: nothing is missing, so it runs to its end
-    await until(text, FirstToken)
+    await until_event(text, FirstToken)
     assert await text.events.take() == []
     bench.worker.close(text, clean=True)
 

@@ -23,6 +23,7 @@ from epd.rpc.status import from_rpc_error
 from epd.runtime.mailbox import Mailbox
 from epd.runtime.streams import Streams, deadline, next_message, read_into
 from protos.epd.v1 import decode_pb2, decode_pb2_grpc
+from tests.waiting import LIMIT_S
 
 Behaviour = Callable[[Any], Awaitable[None]]
 SERVICE = "epd.v1.Decode"
@@ -59,7 +60,7 @@ async def nothing(context: Any) -> None:
 
 
 async def failed(channel: grpc.aio.Channel, size: int = 0) -> EpdError:
-    call = decode_pb2_grpc.DecodeStub(channel).Run(timeout=5)
+    call = decode_pb2_grpc.DecodeStub(channel).Run(timeout=LIMIT_S)
     job = decode_pb2.DecodeJob(salt=b"x" * size)
     with contextlib.suppress(grpc.aio.AioRpcError):  # the call may have ended before it
         await call.write(decode_pb2.DecodeRequest(job=job))
@@ -148,7 +149,9 @@ async def test_half_close_and_cancel_are_told_apart() -> None:
 
     async with serving(note) as (_, channel):
         for how in ("half-close", "lost", "deadline") * 5:
-            call = decode_pb2_grpc.DecodeStub(channel).Run(timeout=0.1 if how == "deadline" else 5)
+            call = decode_pb2_grpc.DecodeStub(channel).Run(
+                timeout=0.5 if how == "deadline" else LIMIT_S
+            )
             await call.write(decode_pb2.DecodeRequest())
             await call.read()
             if how == "half-close":
@@ -156,7 +159,7 @@ async def test_half_close_and_cancel_are_told_apart() -> None:
             elif how == "lost":
                 call.cancel()
             expected = "half-close" if how == "half-close" else "lost"
-            assert await asyncio.wait_for(ends.get(), 5) == expected
+            assert await asyncio.wait_for(ends.get(), LIMIT_S) == expected
 
 
 async def test_a_call_without_a_deadline_gets_the_servers() -> None:
@@ -167,7 +170,7 @@ async def test_a_call_without_a_deadline_gets_the_servers() -> None:
     async with serving(wait) as (_, channel):
         call = decode_pb2_grpc.DecodeStub(channel).Run()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(call.read(), 5)
+            await asyncio.wait_for(call.read(), LIMIT_S)
         assert from_rpc_error(caught.value).kind is ErrorKind.DEADLINE_EXCEEDED
         patient = decode_pb2_grpc.DecodeStub(channel).Run(timeout=0.5)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -204,5 +207,5 @@ async def test_a_leaving_worker_refuses_new_streams_and_ends_old_ones() -> None:
             await asyncio.wait_for(streams.finished(), 0.01)
         streams.fail_all(EpdError(ErrorKind.STAGE_UNAVAILABLE, "stopped"))
     assert [error.kind for error in errors] == [ErrorKind.STAGE_UNAVAILABLE]
-    await asyncio.wait_for(streams.finished(), 1)
+    await asyncio.wait_for(streams.finished(), LIMIT_S)
     assert len(streams) == 0

@@ -21,6 +21,7 @@ from epd.runtime.group import Description, Load, Wait
 from epd.runtime.stage import Part, serve_parts
 from epd.runtime.steps import StepLoop
 from epd.runtime.streams import Streams
+from tests.waiting import LIMIT_S, until
 
 SERVING, NOT_SERVING = 1, 2
 
@@ -92,7 +93,7 @@ async def running(
         serve_parts(config(grace_s), [Part(worker, "epd.v1.Decode", lambda server: None, 1 << 20)])
     )
     out = ""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while "READY" not in (out := out + capsys.readouterr().out):
             await asyncio.sleep(0.01)
     facts = json.loads(out.removeprefix("READY "))
@@ -113,8 +114,8 @@ async def health(address: str) -> int:
         return int(answer.status)
 
 
-async def until(address: str, status: int) -> None:
-    async with asyncio.timeout(5):
+async def until_health(address: str, status: int) -> None:
+    async with asyncio.timeout(LIMIT_S):
         while await health(address) != status:
             await asyncio.sleep(0.02)
 
@@ -122,30 +123,31 @@ async def until(address: str, status: int) -> None:
 async def test_health_means_progress(capsys: pytest.CaptureFixture[str]) -> None:
     worker = IdleWorker()
     async with running(worker, capsys) as (_, address):
-        await until(address, SERVING)
+        await until_health(address, SERVING)
         worker.busy = True  # work, and no step
-        await until(address, NOT_SERVING)
-        await worker.steps.run(lambda: None, 1)
-        await until(address, SERVING)
+        await until_health(address, NOT_SERVING)
+        async with asyncio.timeout(LIMIT_S):
+            while await health(address) != SERVING:
+                await worker.steps.run(lambda: None, 1)
         worker.busy = False
-        await asyncio.sleep(0.3)
+        ticks = worker.ticks
+        await until(lambda: worker.ticks > ticks + 10)
         assert await health(address) == SERVING, "without work there is no stall"
-        assert worker.ticks > 3
 
 
 async def test_a_stuck_transfer_engine_is_not_serving_and_then_ends_the_process(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_module, "_STUCK_EXIT_S", 0.5)
+    monkeypatch.setattr(stage_module, "_STUCK_EXIT_S", 3)
     worker = IdleWorker()
     async with running(worker, capsys) as (serving, address):
         worker.well = False
-        await until(address, NOT_SERVING)
+        await until_health(address, NOT_SERVING)
         worker.well = True
-        await until(address, SERVING)
+        await until_health(address, SERVING)
         worker.well = False
         with pytest.raises(EpdError, match="stuck"):
-            await asyncio.wait_for(serving, 5)
+            await asyncio.wait_for(serving, LIMIT_S)
     assert worker.closed
 
 
@@ -159,11 +161,12 @@ async def test_a_worker_that_reaches_no_peer_gets_no_work_and_is_not_restarted(
     async with running(worker, capsys) as (serving, address):
         worker.reaches = False
         with caplog.at_level("ERROR"):
-            await until(address, NOT_SERVING)
-            await asyncio.sleep(0.3)
+            await until_health(address, NOT_SERVING)
+            ticks = worker.ticks
+            await until(lambda: worker.ticks > ticks + 10)
         assert not serving.done()
         worker.reaches = True
-        await until(address, SERVING)
+        await until_health(address, SERVING)
     assert "decode: request-7 waits for godot, 1.5 s old" in caplog.text
 
 
@@ -175,21 +178,21 @@ async def test_a_bug_in_a_step_ends_the_process_with_it(
         worker.broken = True
         worker.steps.poke()
         with pytest.raises(AssertionError, match="bookkeeping"):
-            await asyncio.wait_for(serving, 5)
+            await asyncio.wait_for(serving, LIMIT_S)
     assert worker.closed
 
 
 async def test_sigterm_waits_for_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     worker = IdleWorker()
-    async with running(worker, capsys) as (serving, address):
+    async with running(worker, capsys, grace_s=LIMIT_S) as (serving, address):
         with worker.streams.open():
             os.kill(os.getpid(), signal.SIGTERM)
-            await until(address, NOT_SERVING)
+            await until_health(address, NOT_SERVING)
             with pytest.raises(EpdError) as caught, worker.streams.open():
                 pass
             assert caught.value.kind is ErrorKind.NOT_STARTED
             assert not serving.done()
-        await asyncio.wait_for(serving, 5)
+        await asyncio.wait_for(serving, LIMIT_S)
     assert worker.closed
 
 
@@ -200,8 +203,6 @@ async def test_what_outlasts_the_grace_is_told_why(capsys: pytest.CaptureFixture
         with worker.streams.open() as fail:
             fail.append(errors.append)
             os.kill(os.getpid(), signal.SIGTERM)
-            async with asyncio.timeout(5):
-                while not errors:
-                    await asyncio.sleep(0.01)
-        await asyncio.wait_for(serving, 5)
+            await until(lambda: errors)
+        await asyncio.wait_for(serving, LIMIT_S)
     assert errors[0].kind is ErrorKind.STAGE_UNAVAILABLE

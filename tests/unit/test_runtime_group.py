@@ -14,6 +14,7 @@ from epd.jobs import Stage
 from epd.runtime.group import Description, Load, Wait, WorkerGroup
 from epd.runtime.steps import EngineThread, StepLoop
 from epd.runtime.streams import Streams
+from tests.waiting import LIMIT_S, until
 
 
 class StandIn:
@@ -113,15 +114,13 @@ async def test_a_draining_process_serves_its_own_requests_to_their_end() -> None
     group = WorkerGroup([encode, prefill, decode])
     running = prefill.streams.open()
     running.__enter__()
-    draining = asyncio.create_task(group.drain(5))
-    await asyncio.sleep(0.01)
-    assert refuses(prefill)
+    draining = asyncio.create_task(group.drain(LIMIT_S))
+    await until(lambda: refuses(prefill))
     assert not refuses(encode)
     following = decode.streams.open()
     following.__enter__()
     running.__exit__(None, None, None)
-    await asyncio.sleep(0.01)
-    assert refuses(encode)
+    await until(lambda: refuses(encode))
     assert refuses(decode)
     assert not draining.done()
     following.__exit__(None, None, None)
@@ -159,9 +158,7 @@ async def test_stages_on_one_thread_take_turns_and_wake_each_other() -> None:
     for one in loops.values():
         one.start()
     loops["a"].poke()  # b is woken too: a may have freed what it waits for
-    async with asyncio.timeout(5):
-        while len(order) < 6:
-            await asyncio.sleep(0.001)
+    await until(lambda: len(order) >= 6)
     assert order in (["a", "b"] * 3, ["b", "a"] * 3)
     for one in loops.values():
         await one.close()
@@ -176,10 +173,10 @@ async def test_a_step_is_timed_without_its_wait_for_the_others() -> None:
 
     slow, quick = (StepLoop(name, step, lambda: False, thread) for name in ("slow", "quick"))
     await asyncio.gather(
-        slow.run(lambda: time.sleep(0.2), 1), quick.run(lambda: time.sleep(0.001), 1)
+        slow.run(lambda: time.sleep(2), 1), quick.run(lambda: time.sleep(0.001), 1)
     )
-    assert slow.last_ms >= 200
-    assert quick.last_ms < 100
+    assert slow.last_ms >= 2000
+    assert quick.last_ms < 1000
     for loop in (slow, quick):
         await loop.close()
 

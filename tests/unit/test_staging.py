@@ -17,7 +17,7 @@ IDS = list(range(20, 30))
 async def test_prefill_announces_what_it_computed() -> None:
     bench = prefill_bench.Bench(transfer__staging="always")
     ticket = await bench.worker.submit(prefill_job(IDS))
-    events = await prefill_bench.until(ticket, FirstToken)
+    events = await prefill_bench.until_event(ticket, FirstToken)
     (ready,) = [event for event in events if isinstance(event, KvReady)]
     pool = bench.kv.pool
     assert pool.mirrored
