@@ -55,8 +55,12 @@ test-cases: $(READY) ## faults met in public with systems of this kind (docs/cas
 test-parity: $(READY) ## numbers against transformers
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not long" tests/parity $(PYTEST_ARGS)
 
-test-e2e: $(READY) ## real processes over Mooncake
-	$(BIN)/python -m pytest -q -m "not long" tests/e2e $(PYTEST_ARGS)
+# Gateways over scripted stages: they hurt nobody, so they run beside each other.
+SCRIPTED := $(wildcard tests/e2e/test_gateway_*.py) tests/e2e/test_client.py
+
+test-e2e: $(READY) ## real processes over Mooncake, and the gateway over scripted stages
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not long" $(SCRIPTED) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not long" tests/e2e $(SCRIPTED:%=--ignore=%) $(PYTEST_ARGS)
 
 test-chaos: $(READY) ## real processes, hurt on purpose
 	$(BIN)/python -m pytest -q -m "not long" tests/chaos $(PYTEST_ARGS)
