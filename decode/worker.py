@@ -33,12 +33,13 @@ from epd.kv.store import KvStore
 from epd.models.lm import LanguageModel
 from epd.obs import metrics
 from epd.rpc.status import internal
-from epd.runtime.group import Description, Load, Wait
+from epd.runtime.group import Description, Load
 from epd.runtime.isolate import run_isolated
 from epd.runtime.kv import num_blocks
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.steps import EngineThread, StepLoop
-from epd.runtime.streams import Stopwatch, Streams
+from epd.runtime.streams import Stopwatch
+from epd.runtime.worker import StageWorker
 from epd.sampling.grammar import Grammars
 from epd.sampling.params import validate
 from epd.sampling.state import SamplerState
@@ -47,7 +48,7 @@ from epd.transfer.contract import Handle, mismatch
 logger = logging.getLogger(__name__)
 
 
-class DecodeWorker:
+class DecodeWorker(StageWorker[Ticket]):
     """Methods run on the event loop."""
 
     stage = Stage.DECODE
@@ -61,10 +62,11 @@ class DecodeWorker:
         max_context: int,
         thread: EngineThread | None = None,
     ) -> None:
+        steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable, thread)
+        super().__init__(memory, steps)
         self._config = config
         self._lm = lm
         self.spec = lm.spec
-        self.memory = memory
         self._max_context = max_context
         self._layout = lm.kv_layout
         self._kv = kv
@@ -82,12 +84,8 @@ class DecodeWorker:
         spec = self.spec
         self._grammars = Grammars(spec.path, spec.vocab_size, spec.eos_token_ids)
         self._reader = KvReader(self.spec, kv, memory, shared)
-        self._tickets: dict[int, Ticket] = {}
         self._next_key = 0
-        self._background: set[asyncio.Task[None]] = set()
-        self.steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable, thread)
         lm.report_layers(self.steps.advance)
-        self.streams = Streams(self.stage)
 
     def warm_up(self) -> None:
         """Before the first request: it should not pay for a cold start."""
@@ -202,9 +200,7 @@ class DecodeWorker:
         if ticket.stopped:
             return
         self._stop(ticket)
-        task = asyncio.create_task(self._report_terminal(ticket), name="reads terminal")
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._spawn(self._report_terminal(ticket), "reads terminal")
 
     async def _report_terminal(self, ticket: Ticket) -> None:
         bound = self._config.transfer.read_deadline_s
@@ -343,33 +339,12 @@ class DecodeWorker:
 
     def state(self) -> Mapping[str, object]:
         return {
-            "streams": len(self.streams),
+            **self._common_state(),
             "waiting": self._scheduler.waiting,
             "running": self._scheduler.running,
-            "tickets": len(self._tickets),
             **self._kv.state(),
             "weights_bytes": self._lm.weights_bytes,
-            "steps": self.steps.steps,
-            "background": len(self._background),
-            "tasks": len(asyncio.all_tasks()),
-            **self.memory.state(),
         }
-
-    def healthy(self) -> bool:
-        return self.memory.healthy()
-
-    def reaches_peers(self) -> bool:
-        return self.memory.reaches_peers()
-
-    def waits(self) -> list[Wait]:
-        return [
-            (ticket.job.request_id, ticket.since.ms / 1e3, ticket.waits_for)
-            for ticket in self._tickets.values()
-        ]
-
-    def tick(self) -> None:
-        if self.memory.tick():
-            self.steps.poke()
 
     def check_integrity(self) -> None:
         """Assert the bookkeeping; call it when idle or after a test."""
@@ -378,9 +353,6 @@ class DecodeWorker:
         busy = self.memory.engine.outstanding or self.memory.leases.quarantined_bytes
         if not self._tickets and not busy:
             assert self._kv.blocks.used == 0, "a block leaked"
-
-    def start(self) -> asyncio.Task[None]:
-        return self.steps.start()
 
     async def shut_down(self) -> None:
         await self.steps.close()

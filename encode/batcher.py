@@ -1,37 +1,73 @@
-"""Which images run in the next forward. Pure: no torch, no gRPC, no clock.
+"""Which pictures are decoded next, and which run in the next forward. Pure: no torch, no
+gRPC, no clock.
 
-    admit -> QUEUED --prepared--> PREPARED --next_batch--> RUNNING --complete--> gone
-                 \\____________________\\____ abort ____________/
+    admit -> QUEUED --next_pictures--> DECODING --decoded--> READY --next_batch--> RUNNING
+                 \\_______________________\\______ abort _______/             complete -> gone
 
 Invariants
-    arrival order   a prepared image never overtakes an earlier prepared one
-    budget          the patches of a batch stay within the budget, or it is one image
-    reservation     an image is RUNNING only with its place in the arena reserved
+    fairness        between clients whoever was given least (`epd.fairness`), in rows decoded
+                    and in patches encoded; within a client in order of arrival. Nobody
+                    overtakes the first once it is first and waits for a place
+    first alone     a request's other pictures are not decoded before its first one
+    decoded ahead   `ahead` pictures are decoded and not yet encoded at most, and no client
+                    takes the last places of several (`_GREED`)
+    budget          the patches of a batch stay within the budget, or it is one picture
+    reservation     a picture is RUNNING only with its place in the arena reserved
     one batch       a second batch starts only after the first is complete
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from epd.errors import EpdError, ErrorKind
+from epd.fairness import Round, Shares
+
+_GREED = 4
+"""A client may hold so many times the places that are left."""
+
+
+class _State(Enum):
+    QUEUED = auto()
+    DECODING = auto()
+    READY = auto()
 
 
 @dataclass(slots=True)
-class _Image:
+class _Picture:
     key: int
-    patches: int | None = None
+    client: bytes
+    request: str
+    rows: int
+    behind: int | None
+    """The first of its request, which is decoded before."""
+    state: _State = _State.QUEUED
+    patches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much at once."""
+
+    batch_patches: int
+    max_queue: int
+    decoding: int = 4
+    """Pictures that are being decoded."""
+    ahead: int = 32
 
 
 class Batcher:
     """Keys are the worker's own numbers, unique over its life."""
 
-    def __init__(self, batch_patches: int, max_queue: int) -> None:
-        self._budget = batch_patches
-        self._max_queue = max_queue
-        self._waiting: dict[int, _Image] = {}  # in order of arrival
-        self._running: frozenset[int] = frozenset()
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._waiting: dict[int, _Picture] = {}  # in order of arrival
+        self._running: dict[int, _Picture] = {}
+        self._decoded = Shares()
+        self._encoded = Shares()
 
     @property
     def waiting(self) -> int:
@@ -43,68 +79,111 @@ class Batcher:
 
     @property
     def first(self) -> int | None:
-        """The image that the next batch starts with, once it finds a place."""
+        """The picture that the next batch starts with, once it finds a place."""
         if self._running:
             return None
-        return next((i.key for i in self._waiting.values() if i.patches is not None), None)
+        picture = self._ready().first()
+        return None if picture is None else picture.key
 
-    def admit(self, key: int) -> int:
-        """Queue an image; returns how many wait before it.
+    def admit(self, key: int, *, client: bytes = b"", request: str = "", rows: int = 1) -> int:
+        """Queue a picture; returns how many wait before it. `client` is whose share it
+        takes of; `request` is a name of the client's, "" of none.
 
         Raises:
             EpdError: OVERLOADED when the queue is full.
         """
-        depth = len(self._waiting)
-        if depth >= self._max_queue:
-            reason = f"{depth} images wait, {self._max_queue} may (encode.max_queue)"
+        depth, most = len(self._waiting), self._limits.max_queue
+        if depth >= most:
+            reason = f"{depth} images wait, {most} may (encode.max_queue)"
             raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
         assert key not in self._waiting
         assert key not in self._running
-        self._waiting[key] = _Image(key)
+        named = (client, request)
+        same = (p.key for p in self._waiting.values() if (p.client, p.request) == named)
+        behind = next(same, None) if request else None
+        self._waiting[key] = _Picture(key, client, request, rows, behind)
         return depth
 
-    def prepared(self, key: int, patches: int) -> None:
+    # -- decoding -----------------------------------------------------------
+
+    def next_pictures(self) -> list[int]:
+        """Keys to decode now: they are DECODING from here on."""
+        begun: list[int] = []
+        held = Counter(p.client for p in self._held())
+        decoding = sum(p.state is _State.DECODING for p in self._waiting.values())
+        queued = self._in_turn(self._decoded, (p for p in self._waiting.values() if self._next(p)))
+        while decoding < self._limits.decoding and (picture := queued.first()) is not None:
+            left = self._limits.ahead - held.total()
+            if left <= 0:
+                break
+            if held[picture.client] >= _GREED * left:
+                queued.skip()
+                continue
+            queued.take(picture.rows)
+            picture.state = _State.DECODING
+            held[picture.client] += 1
+            decoding += 1
+            begun.append(picture.key)
+        return begun
+
+    def _held(self) -> list[_Picture]:
+        """Whose pixels are here, or coming."""
+        waiting = (p for p in self._waiting.values() if p.state is not _State.QUEUED)
+        return [*waiting, *self._running.values()]
+
+    def _next(self, picture: _Picture) -> bool:
+        first = None if picture.behind is None else self._waiting.get(picture.behind)
+        return picture.state is _State.QUEUED and (first is None or first.state is _State.READY)
+
+    def decoded(self, key: int, patches: int) -> None:
         """The picture is decoded and resized; it may run. Ignored after an abort."""
-        image = self._waiting.get(key)
-        if image is not None:
-            image.patches = patches
+        picture = self._waiting.get(key)
+        if picture is not None:
+            assert picture.state is _State.DECODING
+            picture.state, picture.patches = _State.READY, patches
+
+    # -- encoding -----------------------------------------------------------
+
+    def _ready(self) -> Round[_Picture]:
+        ready = (p for p in self._waiting.values() if p.state is _State.READY)
+        return self._in_turn(self._encoded, ready)
+
+    @staticmethod
+    def _in_turn(shares: Shares, pictures: Iterable[_Picture]) -> Round[_Picture]:
+        return Round(shares, pictures, lambda picture: picture.client)
 
     def next_batch(self, reserve: Callable[[int], bool]) -> list[int]:
-        """Keys to run now, in order of arrival; empty while a batch runs.
+        """Keys to run now; empty while a batch runs.
 
-        `reserve(key)` reserves the image's whole place in the arena or nothing;
-        the first refusal ends the batch, so that a large image is not starved
+        `reserve(key)` reserves the picture's whole place in the arena or nothing;
+        the first refusal ends the batch, so that a large picture is not starved
         by small ones behind it.
         """
         if self._running:
             return []
-        batch: list[int] = []
-        patches = 0
-        for image in self._waiting.values():
-            if image.patches is None:
-                continue
-            if batch and patches + image.patches > self._budget:
+        ready, patches = self._ready(), 0
+        while (picture := ready.first()) is not None:
+            if self._running and patches + picture.patches > self._limits.batch_patches:
                 break
-            if not reserve(image.key):
+            if not reserve(picture.key):
                 break
-            batch.append(image.key)
-            patches += image.patches
-        for key in batch:
-            del self._waiting[key]
-        self._running = frozenset(batch)
-        return batch
+            ready.take(picture.patches)
+            patches += picture.patches
+            self._running[picture.key] = self._waiting.pop(picture.key)
+        return list(self._running)
 
     def complete(self, keys: Iterable[int]) -> None:
         """The running batch is done."""
-        assert self._running == frozenset(keys), "only the running batch can complete"
-        self._running = frozenset()
+        assert self._running.keys() == set(keys), "only the running batch can complete"
+        self._running.clear()
 
     def abort(self, key: int) -> bool:
-        """Forget a waiting image. True if it is running instead: its place in the
+        """Forget a waiting picture. True if it is running instead: its place in the
         arena is in use until the batch is complete."""
         self._waiting.pop(key, None)
         return key in self._running
 
     def check_integrity(self) -> None:
-        assert not self._running & self._waiting.keys()
-        assert len(self._waiting) <= self._max_queue
+        assert not self._running.keys() & self._waiting.keys()
+        assert len(self._waiting) <= self._limits.max_queue
+        assert len(self._held()) <= self._limits.ahead

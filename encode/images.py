@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from encode.decoder import PARAM, describe, unpack
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
@@ -12,8 +10,6 @@ from epd.models.processor import PreparedImage
 from epd.obs import metrics
 from epd.sandbox import Sandbox, SandboxLimits, WorkerDied
 
-_READY_AHEAD = 32
-
 
 class ImagePreparer:
     """Decodes and resizes pictures, and holds them to what was planned.
@@ -21,10 +17,6 @@ class ImagePreparer:
     Its processes start at once, while this one loads the model; `start` waits for them.
     A file that takes too long, too much memory, or crashes its process fails its own
     request; the process is replaced in milliseconds.
-
-    At most `READY_AHEAD` pictures (and one a process) are decoded and not yet
-    batched: the queue holds compressed files, not pixels. Take a place before
-    `prepare` with `place.acquire()`, give it back when the picture is batched.
     """
 
     def __init__(self, config: Config) -> None:
@@ -37,7 +29,6 @@ class ImagePreparer:
             encode.decode_workers,
             SandboxLimits(encode.decode_cpu_s, encode.decode_memory_mib << 20),
         )
-        self.place = asyncio.Semaphore(_READY_AHEAD + encode.decode_workers)
 
     async def start(self) -> None:
         """Raises EpdError where the checkpoint's processor can't be loaded."""

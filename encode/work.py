@@ -28,14 +28,11 @@ class Work:
     """Of the rows."""
     file_bytes: int
     """Of the file that it still holds."""
-    over: asyncio.Future[None]
-    """Done when nothing is left to do for it."""
     since: Stopwatch = field(default_factory=Stopwatch)
 
     waiters: list[Ticket] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
-    decoded: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its picture is decoded, or never will be."""
+    """Decodes its picture."""
     prepared: PreparedImage | None = None
     extent: Extent | None = None
     """From joining a batch until its result."""

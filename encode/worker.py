@@ -30,18 +30,18 @@ from epd.handoff import embedding_bytes, embedding_contract
 from epd.jobs import EncodeJob, Stage
 from epd.models.encoder import VisionEncoder
 from epd.obs import metrics
-from epd.runtime.group import Description, Load, Wait
+from epd.runtime.group import Description, Load
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.pinning import pin
 from epd.runtime.steps import EngineThread
-from epd.runtime.streams import Streams
+from epd.runtime.worker import StageWorker
 from epd.transfer.arena import Arena, Extent
 from epd.transfer.contract import Handle, Span
 
 _CACHE = "embedding"
 
 
-class EncodeWorker:
+class EncodeWorker(StageWorker[Ticket]):
     """Everything of an encode process but gRPC. Methods run on the event loop."""
 
     stage = Stage.ENCODE
@@ -54,10 +54,6 @@ class EncodeWorker:
         memory: OwnedMemory,
         thread: EngineThread | None = None,
     ) -> None:
-        self._config = config
-        self.spec = encoder.spec
-        self._weights_bytes = encoder.weights_bytes
-        self.memory = memory
         self._arena = Arena(config.encode.arena_mib << 20)
         pin(self._arena.tensor, config.model.device)
         self._cache: EmbeddingCache[Extent] = EmbeddingCache(
@@ -66,11 +62,12 @@ class EncodeWorker:
         self._works = Works(
             config, encoder, pictures, self._arena, self._cache, self._ended, thread
         )
+        super().__init__(memory, self._works.steps)
+        self._config = config
+        self.spec = encoder.spec
+        self._weights_bytes = encoder.weights_bytes
         self._by_key: dict[bytes, Work] = {}
-        self._tickets: dict[int, Ticket] = {}
         self._next_key = 0
-        self.streams = Streams(self.stage)
-        self.steps = self._works.steps
         memory.register(self._arena.address, self._arena.nbytes, self._arena)
 
     # -- one image ----------------------------------------------------------
@@ -232,7 +229,7 @@ class EncodeWorker:
 
     def state(self) -> Mapping[str, object]:
         return {
-            "streams": len(self.streams),
+            **self._common_state(),
             "waiting": self._works.batcher.waiting,
             "running": self._works.batcher.running,
             "tickets": len(self._tickets) + len(self._works),
@@ -241,26 +238,7 @@ class EncodeWorker:
             "weights_bytes": self._weights_bytes,
             "cache_bytes": self._cache.kept_bytes,
             "cache_bytes_pinned": self._cache.pinned_bytes,
-            "steps": self.steps.steps,
-            "tasks": len(asyncio.all_tasks()),
-            **self.memory.state(),
         }
-
-    def healthy(self) -> bool:
-        return self.memory.healthy()
-
-    def reaches_peers(self) -> bool:
-        return self.memory.reaches_peers()
-
-    def waits(self) -> list[Wait]:
-        return [
-            (ticket.job.request_id, ticket.since.ms / 1e3, ticket.waits_for)
-            for ticket in self._tickets.values()
-        ]
-
-    def tick(self) -> None:
-        if self.memory.tick():
-            self.steps.poke()
 
     def check_integrity(self) -> None:
         """Assert the bookkeeping; call it when idle or after a test."""
@@ -272,9 +250,6 @@ class EncodeWorker:
             assert not self._by_key, "a work is not forgotten"
             assert self._cache.pinned_bytes == 0, "a pin leaked"
             assert self._arena.used_bytes == self._cache.idle_bytes, "an extent leaked"
-
-    def start(self) -> asyncio.Task[None]:
-        return self.steps.start()
 
     async def shut_down(self) -> None:
         await self._works.close()

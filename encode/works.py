@@ -1,7 +1,7 @@
 """Encodes under way: from a file's bytes to rows in the arena, for whoever waits.
 
-    begin -> decode and resize (sandbox) -> Batcher -> forward (engine thread), rows
-    copied into the arena and summed -> result
+    begin -> Batcher -> decode and resize (sandbox) -> Batcher -> forward (engine thread),
+    rows copied into the arena and summed -> result
 
 A picture that cannot be decoded, or whose forward raises, fails its own work only.
 """
@@ -13,11 +13,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from encode.batcher import Batcher
+from encode.batcher import Batcher, Limits
 from encode.cache import EmbeddingCache
 from encode.images import ImagePreparer
 from encode.work import Work
-from epd.config import Config
+from epd.config import Config, EncodeConfig
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import EncodeJob, Stage
 from epd.models.encoder import VisionEncoder
@@ -30,6 +30,7 @@ from epd.transfer.arena import Arena, Extent
 from epd.transfer.checksum import checksum
 
 logger = logging.getLogger(__name__)
+_DECODED_AHEAD = 32
 _MEMORY = 0.8
 """How much of what earlier batches cost still counts after one more."""
 Ended = Callable[[Work, int | EpdError], None]
@@ -56,7 +57,7 @@ class Works:
         self._cache = cache
         self._ended = ended
         self._max_file_bytes = config.encode.max_queue_mib << 20
-        self.batcher = Batcher(config.encode.batch_patches, config.encode.max_queue)
+        self.batcher = Batcher(_limits(config.encode))
         self._works: dict[int, Work] = {}
         self._next = 0
         self._cost_us = self._cost_rows = 0.0
@@ -87,18 +88,10 @@ class Works:
         """
         self._check_queue(len(job.image))
         number, self._next = self._next, self._next + 1
-        self.batcher.admit(number)
-        over = asyncio.get_running_loop().create_future()
-        work = Work(number, key, job, nbytes, len(job.image), over)
-        first = self._first_of(job.request_id)
-        self._works[number] = work
-        name = f"prepare {job.request_id}"
-        work.task = asyncio.create_task(self._prepare(work, first), name=name)
+        self.batcher.admit(number, client=job.salt, request=job.request_id, rows=job.item.rows)
+        work = self._works[number] = Work(number, key, job, nbytes, len(job.image))
+        self._prepare_next()
         return work
-
-    def _first_of(self, request_id: str) -> Work | None:
-        works = self._works.values()
-        return next((work for work in works if work.job.request_id == request_id), None)
 
     def _check_queue(self, more: int) -> None:
         """The queue is bounded in bytes too: it holds compressed files."""
@@ -118,54 +111,43 @@ class Works:
         if work.task is not None:
             work.task.cancel()
         self._end(work)
+        self._prepare_next()
         self.steps.poke()
         return True
 
     def _end(self, work: Work) -> None:
         del self._works[work.number]
         work.prepared = None
-        work.decoded.set()
-        if not work.over.done():
-            work.over.set_result(None)
 
     def _fail(self, work: Work, error: EpdError) -> None:
         self.batcher.abort(work.number)
         self._end(work)
         self._ended(work, error)
+        self._prepare_next()
 
-    async def _prepare(self, work: Work, first: Work | None) -> None:
-        """Decode one picture in its turn. A request's `first` one alone: prefill can do
-        nothing with the others before it, and side by side all come late, in any order."""
-        if first is not None:
-            await first.decoded.wait()
-        await self._images.place.acquire()
+    def _prepare_next(self) -> None:
+        """Whenever a picture came, was decoded, or left."""
+        for number in self.batcher.next_pictures():
+            work = self._works[number]
+            name = f"prepare {work.job.request_id}"
+            work.task = asyncio.create_task(self._prepare(work), name=name)
+
+    async def _prepare(self, work: Work) -> None:
+        """Decode one picture, in its turn."""
+        work.queue_ms = work.since.ms
+        watch = Stopwatch()
         try:
-            work.queue_ms = work.since.ms
-            watch = Stopwatch()
-            work.prepared = await self._images.prepare(work.job)
-            work.preprocess_ms = watch.ms
-            work.job, work.file_bytes = replace(work.job, image=b""), 0
+            prepared = work.prepared = await self._images.prepare(work.job)
         except EpdError as error:
-            self._fail(work, error)
+            return self._fail(work, error)
         except Exception:
             logger.exception("a picture can't be prepared")
-            self._fail(work, internal(work.name))
-        finally:
-            work.decoded.set()
-            if work.prepared is None:
-                self._images.place.release()
-        if work.prepared is not None:
-            await self._hold_place(work)
-
-    async def _hold_place(self, work: Work) -> None:
-        """Keep the place of a decoded picture until its batch is done or it is abandoned."""
-        assert work.prepared is not None
-        self.batcher.prepared(work.number, work.prepared.patches)
+            return self._fail(work, internal(work.name))
+        work.preprocess_ms = watch.ms
+        work.job, work.file_bytes = replace(work.job, image=b""), 0
+        self.batcher.decoded(work.number, prepared.patches)
+        self._prepare_next()
         self.steps.poke()
-        try:
-            await asyncio.wait([work.over])
-        finally:
-            self._images.place.release()
 
     # -- batches ------------------------------------------------------------
 
@@ -203,6 +185,7 @@ class Works:
                 metrics.IMAGES.labels(Stage.ENCODE).inc()
             self._end(work)
             self._ended(work, result)
+        self._prepare_next()
         return True
 
     def _forward(self, batch: Sequence[Work]) -> list[int | EpdError]:
@@ -230,3 +213,10 @@ class Works:
     async def close(self) -> None:
         await self.steps.close()
         self._images.close()
+
+
+def _limits(config: EncodeConfig) -> Limits:
+    """Each process of the sandbox finds its next picture waiting; else the queue holds
+    compressed files, not pixels."""
+    decoding = 2 * config.decode_workers
+    return Limits(config.batch_patches, config.max_queue, decoding, _DECODED_AHEAD + decoding)

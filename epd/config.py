@@ -128,6 +128,8 @@ class PrefillConfig(_StageSection):
     landing_mib: int = Field(256, ge=1)
     """Registered memory that embeddings are read into."""
     max_queue: int = Field(256, ge=1)
+    max_queue_tokens: int = Field(1 << 19, ge=1)
+    """Of all prompts that wait, together: what a newcomer has before it."""
     prefix_cache: bool = True
     """Keep computed KV blocks for later prompts that start alike. They take no memory
     that a running request could use."""

@@ -13,10 +13,12 @@ Invariants, for clients that want something all the time
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Generic, TypeVar
 
 _C = TypeVar("_C", bound=Hashable)
+_T = TypeVar("_T")
 _REMEMBERED = 1024
 """Clients; of more, those that were given least start level again."""
 
@@ -49,6 +51,40 @@ class Shares:
 
     def __len__(self) -> int:
         return len(self._given)
+
+
+class Round(Generic[_T]):
+    """One pass over what could be served now: within a client in the order given, between
+    clients by `shares`."""
+
+    def __init__(
+        self, shares: Shares, items: Iterable[_T], client: Callable[[_T], Hashable]
+    ) -> None:
+        self._shares = shares
+        self._queues: dict[Hashable, deque[_T]] = {}
+        for item in items:
+            self._queues.setdefault(client(item), deque()).append(item)
+        self._places = {client: place for place, client in enumerate(self._queues)}
+        self._client: Hashable = None
+
+    def first(self) -> _T | None:
+        """Whose turn it is: it stays first until it is taken or skipped."""
+        if not self._queues:
+            return None
+        self._client = self._shares.turn({c: self._places[c] for c in self._queues})
+        return self._queues[self._client][0]
+
+    def take(self, cost: float) -> None:
+        """The first one is served, at this cost."""
+        self._shares.charge(self._client, cost)
+        self.skip()
+
+    def skip(self) -> None:
+        """The first one can't be served in this round."""
+        queue = self._queues[self._client]
+        queue.popleft()
+        if not queue:
+            del self._queues[self._client]
 
 
 class FairQueue:

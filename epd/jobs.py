@@ -90,6 +90,7 @@ class EncodeJob:
     nonce: int
     item: ImageItem
     image: bytes
+    salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

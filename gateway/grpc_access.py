@@ -11,10 +11,9 @@ import grpc
 import grpc.aio
 
 from epd.errors import EpdError
+from epd.rpc.handlers import behaviour_of, is_ours, with_behaviour
 from gateway.access import Access, write_line
 from gateway.grpc_receipt import authorization
-
-_OURS = "/epd.v1."
 
 
 class AccessLog(grpc.aio.ServerInterceptor):
@@ -34,25 +33,16 @@ class AccessLog(grpc.aio.ServerInterceptor):
     ) -> Any:
         handler = await continuation(handler_call_details)
         path = handler_call_details.method
-        if handler is None or not path.startswith(_OURS):
+        if handler is None or not is_ours(path):
             return handler
-        kind, build = (
-            ("stream_stream", grpc.stream_stream_rpc_method_handler)
-            if handler.response_streaming
-            else ("stream_unary", grpc.stream_unary_rpc_method_handler)
-        )
         assert handler.request_streaming, "Receipt reads every message"
-        behaviour = getattr(handler, kind)
+        behaviour = behaviour_of(handler)
 
         async def handle(requests: Any, context: Any) -> Any:
             with self._line(path, context):
                 return await behaviour(requests, context)
 
-        return build(
-            handle,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        return with_behaviour(handler, handle)
 
     @contextmanager
     def _line(self, path: str, context: Any) -> Iterator[None]:

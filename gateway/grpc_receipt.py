@@ -19,10 +19,10 @@ from google.protobuf.message import DecodeError
 
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind, invalid
+from epd.rpc.handlers import Behaviour, behaviour_of, is_ours, with_behaviour
 from epd.rpc.status import to_status
 from gateway.access import Access
 
-_OURS = "/epd.v1."
 _PROMPT_S = 5.0
 """A message that isn't there after this is counted as one of the largest allowed."""
 _AGE_S = 3600
@@ -59,26 +59,19 @@ class Receipt(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
-        ours = handler_call_details.method.startswith(_OURS)
-        wrap, build = (
-            (self._streaming(handler.unary_stream, ours), grpc.stream_stream_rpc_method_handler)
-            if handler.response_streaming
-            else (self._single(handler.unary_unary, ours), grpc.stream_unary_rpc_method_handler)
-        )
-        return build(
-            wrap,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        ours = is_ours(handler_call_details.method)
+        wrap = self._streaming if handler.response_streaming else self._single
+        read = wrap(behaviour_of(handler), ours)
+        return with_behaviour(handler, read, request_streaming=True)
 
-    def _single(self, behaviour: Callable[..., Any], ours: bool) -> Callable[..., Any]:
+    def _single(self, behaviour: Behaviour, ours: bool) -> Behaviour:
         async def handle(_: AsyncIterator[Any], context: Any) -> Any:
             result = behaviour(await self._message(context, ours), context)
             return await result if inspect.isawaitable(result) else result
 
         return handle
 
-    def _streaming(self, behaviour: Callable[..., Any], ours: bool) -> Callable[..., Any]:
+    def _streaming(self, behaviour: Behaviour, ours: bool) -> Behaviour:
         async def handle(_: AsyncIterator[Any], context: Any) -> None:
             result = behaviour(await self._message(context, ours), context)
             if not inspect.isasyncgen(result):

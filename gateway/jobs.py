@@ -55,6 +55,7 @@ class AttemptJobs:
             self.nonce,
             item=request.items[index],
             image=request.images[index],
+            salt=request.salt,
         )
         return encode_pb2.EncodeRequest(job=jobs.encode_job_to_proto(job, self.fingerprint))
 

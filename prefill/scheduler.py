@@ -19,12 +19,11 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from epd.errors import EpdError, ErrorKind
-from epd.fairness import FairQueue, Shares
+from epd.fairness import FairQueue, Round, Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +92,17 @@ class Scheduler:
     """Keys are the worker's own numbers, unique over its life."""
 
     def __init__(
-        self, step_tokens: int, chunk_tokens: int, max_queue: int, *, overlap: bool = True
+        self,
+        step_tokens: int,
+        chunk_tokens: int,
+        max_queue: int,
+        *,
+        max_queue_tokens: int = 1 << 62,
+        overlap: bool = True,
     ) -> None:
         self._overlap = overlap
+        self._max_queue_tokens = max_queue_tokens
+        self._waiting_tokens = 0
         self._step_tokens = step_tokens
         self._chunk_tokens = min(chunk_tokens, step_tokens)
         self._max_queue = max_queue
@@ -133,12 +140,27 @@ class Scheduler:
         Raises:
             EpdError: OVERLOADED when the queue is full.
         """
-        if (waiting := len(self._waiting)) >= self._max_queue:
-            reason = f"{waiting} requests wait, {self._max_queue} may (prefill.max_queue)"
-            raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
+        self._check_queue(total)
         places = (tuple(items), tuple(atomic))
         self._waiting[key] = _Request(key, total, *places, self._overlap, client)
+        self._waiting_tokens += total
         self._queue.add(key, client)
+
+    def _check_queue(self, more: int) -> None:
+        """One request may wait however long it is."""
+        waiting, tokens = len(self._waiting), self._waiting_tokens
+        if waiting >= self._max_queue:
+            reason = f"{waiting} requests wait, {self._max_queue} may (prefill.max_queue)"
+        elif waiting and tokens + more > (most := self._max_queue_tokens):
+            reason = f"{tokens} tokens wait, {most} may (prefill.max_queue_tokens)"
+        else:
+            return
+        raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
+
+    def _leave_queue(self, key: int) -> _Request:
+        request = self._waiting.pop(key)
+        self._waiting_tokens -= request.total
+        return request
 
     def reserve(self, try_reserve: Callable[[int], int | None]) -> list[int]:
         """Move requests from waiting to running, clients in their turn.
@@ -153,7 +175,7 @@ class Scheduler:
             computed = try_reserve(key)
             if computed is None:
                 break
-            request = self._waiting.pop(key)
+            request = self._leave_queue(key)
             assert 0 <= computed < request.total
             request.computed = computed
             self._queue.take(key, request.total - computed)
@@ -172,17 +194,16 @@ class Scheduler:
         `step_tokens` for this batch."""
         batch: list[Chunk] = []
         budget = min(self._step_tokens, budget or self._step_tokens)
-        queues = _by_client(r for r in self._running.values() if not r.in_step)
-        places = {client: place for place, client in enumerate(queues)}
-        while queues and budget > 0:
-            client = self._computed.turn({client: places[client] for client in queues})
-            request = _pop(queues, client)
+        idle = (r for r in self._running.values() if not r.in_step)
+        in_turn = Round(self._computed, idle, lambda request: request.client)
+        while budget > 0 and (request := in_turn.first()) is not None:
             end = request.end_of_chunk(min(budget, self._chunk_tokens), alone=not batch)
             if end <= request.computed:
+                in_turn.skip()
                 continue
             last = end == request.total
             batch.append(Chunk(request.key, request.computed, end, last))
-            self._computed.charge(client, end - request.computed)
+            in_turn.take(end - request.computed)
             budget -= end - request.computed
             request.in_step = True
         for chunk in batch:  # served: to the back
@@ -205,7 +226,8 @@ class Scheduler:
         """Forget a request. True if a running step still uses its blocks."""
         request = self._running.pop(key, None)
         if request is None:
-            self._waiting.pop(key, None)
+            if key in self._waiting:
+                self._leave_queue(key)
             self._queue.drop(key)
             return False
         return request.in_step
@@ -213,25 +235,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         assert not self._waiting.keys() & self._running.keys()
         assert len(self._queue) == len(self._waiting)
+        assert self._waiting_tokens == sum(r.total for r in self._waiting.values())
         assert all(key in self._queue for key in self._waiting)
         for request in self._running.values():
             assert request.computed <= request.limit()
-
-
-_Queues = dict[Hashable, deque[_Request]]
-
-
-def _by_client(requests: Iterable[_Request]) -> _Queues:
-    """Each client's, in the order given."""
-    queues: _Queues = {}
-    for request in requests:
-        queues.setdefault(request.client, deque()).append(request)
-    return queues
-
-
-def _pop(queues: _Queues, client: Hashable) -> _Request:
-    queue = queues[client]
-    request = queue.popleft()
-    if not queue:
-        del queues[client]
-    return request

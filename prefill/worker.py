@@ -27,13 +27,14 @@ from epd.kv.store import KvStore
 from epd.models.lm import LanguageModel
 from epd.obs import metrics
 from epd.rpc.status import internal
-from epd.runtime.group import Description, Load, Wait
+from epd.runtime.group import Description, Load
 from epd.runtime.isolate import run_isolated
 from epd.runtime.kv import num_blocks
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.pinning import pin
 from epd.runtime.steps import EngineThread, StepLoop
-from epd.runtime.streams import Stopwatch, Streams
+from epd.runtime.streams import Stopwatch
+from epd.runtime.worker import StageWorker
 from epd.transfer.contract import Handle
 from prefill.budget import StepBudget
 from prefill.embeddings import Landing
@@ -54,7 +55,7 @@ from prefill.ticket import (
 logger = logging.getLogger(__name__)
 
 
-class PrefillWorker:
+class PrefillWorker(StageWorker[Ticket]):
     """Methods run on the event loop."""
 
     stage = Stage.PREFILL
@@ -68,14 +69,14 @@ class PrefillWorker:
         max_context: int,
         thread: EngineThread | None = None,
     ) -> None:
+        steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable, thread)
+        super().__init__(memory, steps)
         self._config = config
         self._lm = lm
         self.spec = lm.spec
-        self.memory = memory
         self._max_context = max_context
         self._layout = lm.kv_layout
         self._kv = kv
-        self.steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable, thread)
         lm.report_layers(self.steps.advance)
         self._landing = Landing(self.spec, config.prefill, memory, self.steps.poke)
         pin(self._landing.arena.tensor, lm.device)
@@ -88,12 +89,13 @@ class PrefillWorker:
         limits = config.prefill
         self._budget = StepBudget(limits.step_tokens, limits.step_ms)
         self._scheduler = Scheduler(
-            limits.step_tokens, limits.chunk_tokens, limits.max_queue, overlap=limits.overlap
+            limits.step_tokens,
+            limits.chunk_tokens,
+            limits.max_queue,
+            max_queue_tokens=limits.max_queue_tokens,
+            overlap=limits.overlap,
         )
-        self._tickets: dict[int, Ticket] = {}
         self._planner = Planner(config, lm, kv, self._num_blocks, self._landing)
-        self._background: set[asyncio.Task[None]] = set()
-        self.streams = Streams(self.stage)
 
     def warm_up(self) -> None:
         """Before the first request: it should not pay for a cold start."""
@@ -169,9 +171,7 @@ class PrefillWorker:
         if ticket.cancelled or ticket.closed:
             return
         self._stop(ticket)
-        task = asyncio.create_task(self._report_terminal(ticket), name="reads terminal")
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._spawn(self._report_terminal(ticket), "reads terminal")
 
     async def _report_terminal(self, ticket: Ticket) -> None:
         bound = self._config.transfer.read_deadline_s
@@ -337,35 +337,14 @@ class PrefillWorker:
 
     def state(self) -> Mapping[str, object]:
         return {
-            "streams": len(self.streams),
+            **self._common_state(),
             "waiting": self._scheduler.waiting,
             "running": self._scheduler.running,
-            "tickets": len(self._tickets),
             **self._kv.state(),
             "weights_bytes": self._lm.weights_bytes,
             **self._landing.state(),
-            "steps": self.steps.steps,
             "step_budget": self._budget.tokens,
-            "background": len(self._background),
-            "tasks": len(asyncio.all_tasks()),
-            **self.memory.state(),
         }
-
-    def healthy(self) -> bool:
-        return self.memory.healthy()
-
-    def reaches_peers(self) -> bool:
-        return self.memory.reaches_peers()
-
-    def waits(self) -> list[Wait]:
-        return [
-            (ticket.job.request_id, ticket.since.ms / 1e3, ticket.waits_for)
-            for ticket in self._tickets.values()
-        ]
-
-    def tick(self) -> None:
-        if self.memory.tick():
-            self.steps.poke()
 
     def check_integrity(self) -> None:
         """Assert the bookkeeping; call it when idle or after a test."""
@@ -375,9 +354,6 @@ class PrefillWorker:
         self.memory.leases.check_integrity()
         if not self._tickets and not self.memory.leases.quarantined_bytes:
             assert self._kv.blocks.used == 0, "a block leaked"
-
-    def start(self) -> asyncio.Task[None]:
-        return self.steps.start()
 
     async def shut_down(self) -> None:
         await self.steps.close()

@@ -51,6 +51,7 @@ class _Head(Protocol):
 def encode_job_from_proto(message: encode_pb2.EncodeJob, facts: ModelFacts) -> EncodeJob:
     """Raises EpdError naming the field."""
     _check_head(message, facts)
+    _check_salt(message.salt)
     if not message.image:
         raise invalid("no image bytes", "job.image")
     return EncodeJob(
@@ -59,6 +60,7 @@ def encode_job_from_proto(message: encode_pb2.EncodeJob, facts: ModelFacts) -> E
         nonce=message.nonce,
         item=item_from_proto(message.item, "job.item"),
         image=message.image,
+        salt=message.salt,
     )
 
 
@@ -70,6 +72,7 @@ def encode_job_to_proto(job: EncodeJob, fingerprint: str) -> encode_pb2.EncodeJo
         nonce=job.nonce,
         item=item_to_proto(job.item),
         image=job.image,
+        salt=job.salt,
     )
 
 

@@ -21,10 +21,10 @@ from epd.obs import metrics
 from epd.obs.logs import request_id
 from epd.rpc.channels import Options, server_options
 from epd.rpc.cut import cut_off
+from epd.rpc.handlers import Behaviour, behaviour_of, is_ours, with_behaviour
 from epd.rpc.status import internal, to_status
 
 logger = logging.getLogger(__name__)
-_OURS = "/epd.v1."
 TAKEN_WITHIN_S = 5.0
 """A status that waits so long behind messages that nobody reads is not waited for."""
 
@@ -120,27 +120,18 @@ class TypedErrors(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(_OURS):
+        if handler is None or not is_ours(handler_call_details.method):
             return handler
-        kind = (
-            f"{'stream' if handler.request_streaming else 'unary'}_"
-            f"{'stream' if handler.response_streaming else 'unary'}"
-        )
         wrap = self._streaming if handler.response_streaming else self._single
-        build = getattr(grpc, f"{kind}_rpc_method_handler")
-        return build(
-            wrap(getattr(handler, kind)),
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        return with_behaviour(handler, wrap(behaviour_of(handler)))
 
-    def _single(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    def _single(self, behaviour: Behaviour) -> Behaviour:
         async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             return await self._typed(behaviour(request, context), context)
 
         return handle
 
-    def _streaming(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    def _streaming(self, behaviour: Behaviour) -> Behaviour:
         async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             result = behaviour(request, context)
             work = _write_all(result, context) if inspect.isasyncgen(result) else result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,3 +65,9 @@ def questions() -> list[Question]:
         for shade in range(0, 250, 25)
     ]
     return found
+
+
+def unseen(draw: random.Random) -> Question:
+    """A picture that no cache knows."""
+    side, shade = draw.randrange(64, 200), draw.randrange(256)
+    return Question("new", (grey_png(side, 96, shade), "Describe it."), {"max_tokens": 20})

@@ -3,13 +3,16 @@ its own with certificates, where this machine allows networks; else on loopback.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 import trustme
@@ -21,6 +24,7 @@ from tests.e2e.cluster import (
     GATEWAY,
     MUST_BE_ZERO,
     STAGES,
+    Cluster,
     Worker,
     request,
     still_runs,
@@ -29,6 +33,7 @@ from tests.netns import Network, Node, Unavailable
 from tests.ports import free_ports
 from tests.waiting import LIMIT_S
 
+Result = TypeVar("Result")
 GATEWAYS = 2
 NAME = "epd.internal"
 SETTINGS = {
@@ -255,3 +260,15 @@ def _target(entry: Path) -> str:
         return os.readlink(entry)
     except OSError:
         return "socket:"  # closed meanwhile
+
+
+def with_cluster(
+    settings: Mapping[str, object], work: Callable[[Cluster], Coroutine[Any, Any, Result]]
+) -> Result:
+    """Run `work` on a service of one worker a stage, started for it and stopped afterwards."""
+    with tempfile.TemporaryDirectory(prefix="epd-") as folder:
+        cluster = Cluster(Path(folder), settings=settings).start()
+        try:
+            return asyncio.run(work(cluster))
+        finally:
+            cluster.close()

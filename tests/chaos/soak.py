@@ -13,21 +13,18 @@ import argparse
 import asyncio
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import aiohttp
 import psutil
 
 from tests.chaos.outcomes import Outcomes
-from tests.chaos.questions import Question, questions
-from tests.chaos.service import Place
+from tests.chaos.questions import Question, questions, unseen
+from tests.chaos.service import Place, with_cluster
 from tests.chaos.traffic import Traffic
 from tests.e2e.cluster import Cluster
-from tests.e2e.conftest import grey_png
 
 SETTINGS = {
     "model.exact": "true",
@@ -141,8 +138,7 @@ async def _one(
     how = draw.choice(["leave", "leave early"] if leaves else ["whole", "stream", "grpc"])
     if leaves and draw.random() < 0.3:
         # A picture that no cache knows; nobody waits for its answer.
-        shade, side = draw.randrange(256), draw.randrange(64, 200)
-        question = Question("new", (grey_png(side, 96, shade), "Describe it."), {"max_tokens": 20})
+        question = unseen(draw)
         traffic.expected.setdefault(question.name, (("", ""),))
         outcome = await traffic.ask(session, gateway, question, "leave early")
         if outcome.kind == "wrong":  # it was quick enough to answer, and nobody knows what
@@ -183,12 +179,9 @@ def main() -> int:
     parser.add_argument("--aborted", type=float, default=0.3)
     parser.add_argument("--clients", type=int, default=8)
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="epd-soak-") as folder:
-        cluster = Cluster(Path(folder), settings=SETTINGS).start()
-        try:
-            result = asyncio.run(soak(cluster, asked.requests, asked.aborted, asked.clients))
-        finally:
-            cluster.close()
+    result = with_cluster(
+        SETTINGS, lambda cluster: soak(cluster, asked.requests, asked.aborted, asked.clients)
+    )
     print(result.text())
     grows = result.total.mib_per_1000 >= MOST_MIB
     return 1 if result.outcomes.faults or result.left or grows else 0

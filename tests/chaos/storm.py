@@ -21,21 +21,18 @@ import itertools
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from tests.chaos.outcomes import Outcome
-from tests.chaos.questions import Question, questions
-from tests.chaos.service import Place
+from tests.chaos.questions import Question, questions, unseen
+from tests.chaos.service import Place, with_cluster
 from tests.chaos.traffic import Traffic
 from tests.e2e.cluster import Cluster
-from tests.e2e.conftest import grey_png
 
 STEADY, STORMY = "sk-steady", "sk-stormy"
 SETTINGS = {"model.exact": "true", "gateway.api_keys": f"{STEADY},{STORMY}"}
@@ -112,9 +109,7 @@ class Storm:
         """Now and then a picture that no cache knows."""
         if self.draw.random() > NEW:
             return self.draw.choice(self.asked)
-        side, shade = self.draw.randrange(64, 200), self.draw.randrange(256)
-        parts = (grey_png(side, 96, shade), "Describe it.")
-        return Question("new", parts, {"max_tokens": 20})
+        return unseen(self.draw)
 
 
 class Load:
@@ -244,12 +239,7 @@ def main() -> int:
     parser.add_argument("--load", type=float, default=0.5)
     parser.add_argument("--clients", type=int, default=4)
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="epd-storm-") as folder:
-        cluster = Cluster(Path(folder), settings=SETTINGS).start()
-        try:
-            kept = asyncio.run(measure(cluster, asked))
-        finally:
-            cluster.close()
+    kept = with_cluster(SETTINGS, lambda cluster: measure(cluster, asked))
     return 0 if kept >= PROMISED else 1
 
 

@@ -272,7 +272,6 @@ class Files:
     """Stands in for the sandbox: a file's first byte says which picture it is."""
 
     def __init__(self, path: str) -> None:
-        self.place = asyncio.Semaphore(4)
         self._processor = Processor.load(path)
         sides = (side for side in range(28, 200, 4) if self._rows(side) == ROWS)
         self._side = next(sides)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encode.batcher import Batcher
+from encode.batcher import Batcher, Limits
 from epd.errors import EpdError, ErrorKind
 
 
@@ -14,11 +16,25 @@ def always(key: int) -> bool:
     return True
 
 
+def made(budget: int = 100, max_queue: int = 100, decoding: int = 4, ahead: int = 32) -> Batcher:
+    return Batcher(Limits(budget, max_queue, decoding, ahead))
+
+
+def decode(batcher: Batcher, patches: dict[int, int]) -> list[int]:
+    """All pictures that may be, at once; returns their order."""
+    order: list[int] = []
+    while keys := batcher.next_pictures():
+        order += keys
+        for key in keys:
+            batcher.decoded(key, patches[key])
+    return order
+
+
 def filled(patches: list[int], budget: int = 100, max_queue: int = 100) -> Batcher:
-    batcher = Batcher(budget, max_queue)
-    for key, count in enumerate(patches):
+    batcher = made(budget, max_queue)
+    for key in range(len(patches)):
         batcher.admit(key)
-        batcher.prepared(key, count)
+    decode(batcher, dict(enumerate(patches)))
     return batcher
 
 
@@ -40,17 +56,18 @@ def test_no_second_batch_while_one_runs_and_newcomers_join_the_next() -> None:
     batcher = filled([10])
     assert batcher.next_batch(always) == [0]
     batcher.admit(1)
-    batcher.prepared(1, 10)
+    decode(batcher, {1: 10})
     assert batcher.next_batch(always) == []
     batcher.complete([0])
     assert batcher.next_batch(always) == [1]
 
 
 def test_a_picture_that_is_not_decoded_yet_does_not_hold_up_others() -> None:
-    batcher = Batcher(100, 10)
+    batcher = made()
     batcher.admit(0)
     batcher.admit(1)
-    batcher.prepared(1, 10)
+    assert batcher.next_pictures() == [0, 1]
+    batcher.decoded(1, 10)
     assert batcher.next_batch(always) == [1]
 
 
@@ -87,12 +104,130 @@ def test_abort_tells_whether_the_picture_runs() -> None:
     assert batcher.next_batch(always) == []
 
 
-def test_prepared_after_abort_is_ignored() -> None:
-    batcher = Batcher(100, 10)
+def test_decoded_after_abort_is_ignored() -> None:
+    batcher = made()
     batcher.admit(0)
+    assert batcher.next_pictures() == [0]
     batcher.abort(0)
-    batcher.prepared(0, 5)
+    batcher.decoded(0, 5)
     assert batcher.first is None
+
+
+def test_few_are_decoded_at_a_time_and_not_far_ahead() -> None:
+    batcher = made(decoding=2, ahead=4)
+    for key in range(6):
+        batcher.admit(key)
+    assert batcher.next_pictures() == [0, 1]
+    assert batcher.next_pictures() == []
+    batcher.decoded(1, 60)
+    assert batcher.next_pictures() == [2]
+    batcher.decoded(0, 60)
+    batcher.decoded(2, 60)
+    assert batcher.next_pictures() == [3], "four are decoded, or will be"
+    assert batcher.next_batch(always) == [0]
+    assert batcher.next_pictures() == [], "one that runs has its pixels still"
+    batcher.complete([0])
+    assert batcher.next_pictures() == [4]
+    batcher.abort(4)
+    assert batcher.next_pictures() == [5]
+    batcher.check_integrity()
+
+
+def test_a_requests_first_picture_is_decoded_alone() -> None:
+    batcher = made()
+    for key in range(3):
+        batcher.admit(key, request="a")
+    batcher.admit(3, request="b")
+    batcher.admit(4, request="a", client=b"who chose the same name")
+    assert sorted(batcher.next_pictures()) == [0, 3, 4]
+    assert batcher.next_pictures() == []
+    batcher.decoded(0, 1)
+    assert batcher.next_pictures() == [1, 2], "then the others side by side"
+
+
+def test_if_a_requests_first_picture_leaves_nobody_waits_for_it() -> None:
+    batcher = made()
+    for key in range(3):
+        batcher.admit(key, request="a")
+    assert batcher.next_pictures() == [0]
+    batcher.abort(0)
+    assert batcher.next_pictures() == [1, 2]
+
+
+def test_one_clients_burst_does_not_hold_up_another_ones_picture() -> None:
+    """200 pictures of one wait; what comes then is decoded and encoded next."""
+    batcher = made(budget=100, max_queue=256)
+    for key in range(200):
+        batcher.admit(key, client=b"burst")
+    patches = dict.fromkeys(range(202), 50)
+    before = decode(batcher, patches)
+    assert before == list(range(26)), "so many are decoded ahead; a few places are left"
+    assert batcher.next_batch(always) == [0, 1]
+    batcher.admit(200, client=b"one")
+    batcher.admit(201, client=b"one")
+    assert set(decode(batcher, patches)) == {200, 201}
+    batcher.complete([0, 1])
+    assert 200 in batcher.next_batch(always)
+    batcher.complete(batcher._running)
+    assert 201 in batcher.next_batch(always)
+
+
+def test_shares_go_by_patches_not_by_pictures() -> None:
+    batcher = made(budget=400, max_queue=200, decoding=200, ahead=1000)
+    patches = {key: 10 if key % 5 else 40 for key in range(150)}
+    for key, count in patches.items():
+        batcher.admit(key, client=b"large" if count == 40 else b"small", rows=count)
+    decode(batcher, patches)
+    for _ in range(3):
+        batch = batcher.next_batch(always)
+        given = Counter({10: 0, 40: 0})
+        for key in batch:
+            given[patches[key]] += patches[key]
+        assert abs(given[10] - given[40]) <= 40
+        batcher.complete(batch)
+
+
+def test_the_first_that_finds_no_place_stays_first_whoever_comes() -> None:
+    batcher = made(ahead=100, max_queue=1000)
+    batcher.admit(0, client=b"large")
+    decode(batcher, {0: 90})
+    assert batcher.next_batch(lambda _: False) == []
+    for key in range(1, 50):
+        batcher.admit(key, client=bytes([key]))
+        decode(batcher, {key: 1})
+        asked: list[int] = []
+        assert batcher.next_batch(lambda key, asked=asked: bool(asked.append(key))) == []
+        assert asked == [0]
+    assert batcher.next_batch(always)[0] == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 120)), min_size=1, max_size=40),
+    st.sets(st.integers(0, 39)),
+    st.integers(1, 6),
+)
+def test_whatever_clients_want_every_picture_runs_and_in_its_clients_order(
+    wanted: list[tuple[int, int]], aborted: set[int], ahead: int
+) -> None:
+    batcher = made(decoding=2, ahead=ahead)
+    for key, (client, patches) in enumerate(wanted):
+        batcher.admit(key, client=bytes([client]), rows=patches)
+    ran: list[int] = []
+    for left in range(2 * len(wanted), 0, -1):
+        decode(batcher, {key: patches for key, (_, patches) in enumerate(wanted)})
+        if left in aborted:
+            batcher.abort(left)
+        batch = batcher.next_batch(always)
+        batcher.check_integrity()
+        ran += batch
+        batcher.complete(batch)
+    assert batcher.waiting == 0, "somebody starves"
+    assert len(ran) == len(set(ran))
+    assert set(range(len(wanted))) - set(ran) <= aborted
+    for client in range(4):
+        own = [key for key in ran if wanted[key][0] == client]
+        assert own == sorted(own)
 
 
 @settings(max_examples=200, deadline=None)

@@ -33,19 +33,18 @@ BAD, POISON = 66, 67
 """Pictures that can't be decoded, and that the tower raises at."""
 
 
-def job(picture: int, request: str = "r", **item: Any) -> EncodeJob:
+def job(picture: int, request: str = "r", salt: bytes = b"", **item: Any) -> EncodeJob:
     facts: dict[str, Any] = {
         "index": 0, "digest": bytes([picture]) * 32, "rows": ROWS, "grid": (), "width": 8,
         "height": 8, "images_in_request": 1,
     }  # fmt: skip
-    return EncodeJob(request, 1, 5, ImageItem(**facts | item), bytes([picture]) * 100)
+    return EncodeJob(request, 1, 5, ImageItem(**facts | item), bytes([picture]) * 100, salt)
 
 
 @dataclass
 class Pictures:
     """Stands in for the sandbox: a file's first byte is its picture."""
 
-    place: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     decoded: Counter[int] = field(default_factory=Counter)
 
@@ -101,7 +100,7 @@ class Bench:
     def prepared(self) -> int:
         """Pictures that could be in the next batch."""
         waiting = self.worker._works.batcher._waiting.values()
-        return sum(image.patches is not None for image in waiting)
+        return sum(image.patches > 0 for image in waiting)
 
     async def ready(self, wanted: EncodeJob) -> tuple[Ticket, Handle]:
         ticket = self.worker.submit(wanted)
@@ -110,7 +109,8 @@ class Bench:
 
     async def close(self) -> None:
         self.pictures.gate.set()
-        await until(lambda: not self.state("tickets") and self.pictures.place._value == 4)
+        held = self.worker._works.batcher._held
+        await until(lambda: not self.state("tickets") and not held())
         self.memory.now += 10
         self.worker.tick()
         self.worker.check_integrity()
@@ -306,6 +306,22 @@ async def test_a_requests_first_picture_is_decoded_and_encoded_first(bench: Benc
     for ticket in tickets[1:]:
         await asyncio.wait_for(ticket.finished, LIMIT_S)
         bench.worker.close(ticket, clean=True)
+
+
+async def test_a_clients_burst_does_not_hold_up_another_clients_picture() -> None:
+    """Pictures of one client fill the queue; another's one comes second."""
+    bench = Bench(encode__batch_patches=1, encode__cache_mib=0)
+    bench.tower.gate.clear()
+    burst = [bench.worker.submit(job(n, f"b{n}", salt=b"burst")) for n in range(1, 16)]
+    await until(lambda: bench.worker.steps.in_step)
+    other = bench.worker.submit(job(20, "o", salt=b"other"))
+    await until(lambda: bench.pictures.decoded[20])
+    bench.tower.gate.set()
+    for ticket in (other, *burst):
+        await asyncio.wait_for(asyncio.shield(ticket.finished), LIMIT_S)
+        bench.worker.close(ticket, clean=True)
+    assert [20] in bench.tower.batches[:3]
+    await bench.close()
 
 
 async def test_a_batch_holds_no_more_patches_than_allowed() -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd.fairness import FairQueue, Shares
+from epd.fairness import FairQueue, Round, Shares
 
 
 def test_within_a_client_first_come_first_served_and_clients_take_turns() -> None:
@@ -49,6 +49,23 @@ def test_whoever_is_first_stays_first_until_it_has_what_it_waits_for() -> None:
     for key in range(3, 60):
         queue.add(key, f"newcomer {key}")
         assert queue.first() == 2
+
+
+def test_a_round_serves_clients_in_turn_and_charges_nobody_for_what_it_skips() -> None:
+    shares = Shares()
+    wanted = ["a1", "a2", "a3", "b1", "b2"]
+    turns = Round(shares, wanted, lambda name: name[0])
+    order = []
+    while (name := turns.first()) is not None:
+        assert turns.first() == name, "first until it is served"
+        if name == "a2":
+            turns.skip()
+            continue
+        order.append(name)
+        turns.take(1)
+    assert order == ["a1", "b1", "a3", "b2"]
+    assert Round(shares, ["b3", "a4"], lambda name: name[0]).first() == "b3", "level"
+    assert Round(shares, [], str).first() is None
 
 
 def test_nobody_saves_up_turns_and_nobody_pays_for_having_been_alone() -> None:

@@ -162,6 +162,23 @@ def test_a_full_queue_is_refused() -> None:
     assert caught.value.kind is ErrorKind.OVERLOADED
 
 
+def test_the_queue_is_bounded_in_tokens_too() -> None:
+    scheduler = Scheduler(10, 10, max_queue=100, max_queue_tokens=50)
+    scheduler.admit(0, 80)  # alone, it may be as long as it likes
+    with pytest.raises(EpdError) as caught:
+        scheduler.admit(1, 1)
+    assert caught.value.kind is ErrorKind.OVERLOADED
+    assert "80 tokens wait" in caught.value.message
+    scheduler.abort(0)
+    scheduler.admit(1, 25)
+    scheduler.admit(2, 25)
+    with pytest.raises(EpdError):
+        scheduler.admit(3, 1)
+    assert scheduler.reserve(lambda key: 0 if key == 1 else None) == [1]
+    scheduler.admit(4, 25)
+    scheduler.check_integrity()
+
+
 def test_abort_tells_whether_the_running_step_uses_the_blocks() -> None:
     scheduler = Scheduler(10, 10, 10)
     scheduler.admit(0, 50)

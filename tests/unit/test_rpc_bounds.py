@@ -92,6 +92,7 @@ LONG, MANY = "x" * 2000, list(range(2000))
 REFUSED: dict[str, Callable[[], Any]] = {
     "EncodeJob.request_id": lambda: encode(request_id=LONG),
     "EncodeJob.fingerprint": lambda: encode(fingerprint=LONG),
+    "EncodeJob.salt": lambda: encode(salt=LONG.encode()),
     "ImageItem.digest": lambda: image(digest=LONG.encode()),
     "ImageItem.grid": lambda: image(grid=MANY),
     "PrefillJob.request_id": lambda: prefill(request_id=LONG),

@@ -131,7 +131,7 @@ def decode_job(**changes: Any) -> DecodeJob:
 
 
 def test_jobs_survive_the_wire() -> None:
-    encode = EncodeJob("r1", 2, 5, item(), b"image")
+    encode = EncodeJob("r1", 2, 5, item(), b"image", b"salt")
     sent: Any = jobs.encode_job_to_proto(encode, FACTS.fingerprint)
     assert jobs.encode_job_from_proto(sent, FACTS) == encode
     sent = jobs.prefill_job_to_proto(prefill_job(), FACTS.fingerprint)

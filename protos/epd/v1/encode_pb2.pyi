@@ -55,6 +55,7 @@ class EncodeJob(_message.Message):
     NONCE_FIELD_NUMBER: _builtins.int
     ITEM_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """For logs and traces, the same in every stage."""
     attempt: _builtins.int
@@ -67,6 +68,10 @@ class EncodeJob(_message.Message):
     """
     image: _builtins.bytes
     """The file as the client sent it. The one place where image bytes travel."""
+    salt: _builtins.bytes
+    """Tenant salt. The item's digest covers it already; here it says whose share of the
+    encoder the picture takes, so that one tenant's burst doesn't hold up the others.
+    """
     @_builtins.property
     def item(self) -> _common_pb2.ImageItem:
         """What the gateway planned from the header; the decoded picture is compared with it."""
@@ -80,10 +85,11 @@ class EncodeJob(_message.Message):
         nonce: _builtins.int = ...,
         item: _common_pb2.ImageItem | None = ...,
         image: _builtins.bytes = ...,
+        salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fingerprint", b"fingerprint", "image", b"image", "item", b"item", "nonce", b"nonce", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fingerprint", b"fingerprint", "image", b"image", "item", b"item", "nonce", b"nonce", "request_id", b"request_id", "salt", b"salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

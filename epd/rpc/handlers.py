@@ -1,0 +1,46 @@
+"""Handlers of gRPC methods, and how interceptors put something around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+Behaviour = Callable[[Any, Any], Any]
+"""What a servicer does: (request or requests, context) -> response, or its awaitable, or an
+asynchronous generator of responses."""
+_OURS = "/epd.v1."
+
+
+def is_ours(path: str) -> bool:
+    """Whether a method is one of our services'; health and reflection are not."""
+    return path.startswith(_OURS)
+
+
+def behaviour_of(handler: grpc.RpcMethodHandler[Any, Any]) -> Behaviour:
+    """What it calls."""
+    behaviour: Behaviour = getattr(handler, _kind(handler.request_streaming, handler))
+    return behaviour
+
+
+def with_behaviour(
+    handler: grpc.RpcMethodHandler[Any, Any],
+    behaviour: Behaviour,
+    *,
+    request_streaming: bool | None = None,
+) -> Any:
+    """The same method with another behaviour; `request_streaming` where that reads its
+    messages otherwise than the old one."""
+    streaming = handler.request_streaming if request_streaming is None else request_streaming
+    build = getattr(grpc, f"{_kind(streaming, handler)}_rpc_method_handler")
+    return build(
+        behaviour,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+def _kind(request_streaming: bool, handler: grpc.RpcMethodHandler[Any, Any]) -> str:
+    many = {True: "stream", False: "unary"}
+    return f"{many[request_streaming]}_{many[bool(handler.response_streaming)]}"
