@@ -1,22 +1,34 @@
 """Two gateways and two workers of each stage, replaced one after the other under load: no
-request is lost."""
+request is lost; a gateway that dies takes only its own requests with it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import subprocess
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from epd.child import command_line
+from epd.lifetime import expect_parent
 from tests.chaos.outcomes import Outcome
-from tests.chaos.questions import questions
+from tests.chaos.questions import Question, questions
 from tests.chaos.service import Place, Service
 from tests.chaos.traffic import Traffic
+from tests.e2e.cluster import ROOT, STAGES
+from tests.waiting import block_until, promised
 
 pytestmark = pytest.mark.timeout(400)
 STAYING = ("whole", "stream", "grpc")
 """Ways of clients that wait for their answer."""
+FREED_WITHIN_S = 1.0
+"""Beside the running step."""
+STEP_S = 1.0
+"""That a step may take on a crowded machine."""
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +79,109 @@ async def again(service: Service, place: Place) -> None:
     place.worker.launch()
     await asyncio.to_thread(place.worker.until_ready)
     await asyncio.to_thread(service.until_complete)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_worker_of_another_release_gets_no_work(
+    service: Service, traffic: Traffic, tmp_path: Path, stage: str
+) -> None:
+    """The old ones go on; the new one says why it isn't wanted."""
+    log = tmp_path / "log"
+    with upgraded(service.of(stage)[0], log) as process:
+        await asyncio.to_thread(block_until, lambda: "0.999" in log.read_text())
+        assert process.poll() is None, "it goes on dialling: its own gateways may come"
+        refusal = next(line for line in log.read_text().splitlines() if "0.999" in line)
+        assert "version" in refusal
+        async with traffic.session() as session:
+            for gateway in service.gateways:
+                asked = questions()[-1]
+                outcome = await traffic.ask(session, gateway, asked, "whole")
+                assert outcome.kind == "right", outcome
+        service.until_complete(limit_s=1.0)  # as many as there were
+
+
+@contextlib.contextmanager
+def upgraded(place: Place, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another worker like this one, of a release to come."""
+    line = command_line(place.worker.role, place.worker.settings)
+    module = line.index("-m")
+    program = (
+        "import sys, runpy, epd; epd.__version__ = '0.999.0'; "
+        "runpy.run_module('epd.cli', run_name='__main__', alter_sys=True)"
+    )
+    line = [*line[:module], "-c", program, *line[module + 2 :]]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            place.node.command(line) if place.node else line,
+            cwd=ROOT,
+            env=expect_parent(place.worker.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+
+
+LONG = Question("long", ("Tell me everything.",), {"max_tokens": 400, "ignore_eos": True})
+
+
+async def test_a_gateway_that_dies_takes_only_its_own_requests_along(
+    service: Service, traffic: Traffic
+) -> None:
+    dying, staying = service.gateways
+    others = Traffic([staying], questions(), seed=4)
+    others.expected = traffic.expected
+    clients = asyncio.create_task(others.run(2, ways=STAYING, bursts=False))
+    traffic.expected[LONG.name] = (("", ""),)  # nobody will see its end
+    async with traffic.session() as session:
+        lost = [asyncio.create_task(traffic.ask(session, dying, LONG, "stream")) for _ in range(6)]
+        await asyncio.to_thread(block_until, lambda: busy(service) >= 4)
+        dying.hurt.append((time.monotonic(), float("inf")))
+        await asyncio.to_thread(dying.worker.end, signal.SIGKILL)
+        await asyncio.gather(*lost)
+    await asyncio.sleep(1.0)
+    others.stop()
+    await clients
+    assert others.outcomes.counts["right"] > 0
+    assert not not_right(others)
+    await again(service, dying)
+    assert not await traffic.check_all()
+    assert not await asyncio.to_thread(service.leaks)
+
+
+def busy(service: Service) -> int:
+    """Sequences that decode works on."""
+    return sum(int(place.worker.debug_state()["running"]) for place in service.of("decode"))
+
+
+async def test_what_a_dead_gateway_held_is_free_at_once(service: Service, traffic: Traffic) -> None:
+    """Alone, so that whatever is held is the dead one's. What was announced may still be
+    read by somebody, and waits out its quarantine."""
+    dying, _ = service.gateways
+    traffic.expected[LONG.name] = (("", ""),)
+    async with traffic.session() as session:
+        lost = [asyncio.create_task(traffic.ask(session, dying, LONG, "stream")) for _ in range(6)]
+        await asyncio.to_thread(block_until, lambda: busy(service) >= 4)
+        dying.hurt.append((time.monotonic(), float("inf")))
+        await asyncio.to_thread(dying.worker.end, signal.SIGKILL)
+        await asyncio.to_thread(
+            block_until, lambda: not held(service), promised(FREED_WITHIN_S + STEP_S)
+        )
+        await asyncio.gather(*lost)
+    await again(service, dying)
+    assert not await asyncio.to_thread(service.leaks)
+
+
+def held(service: Service) -> dict[str, int]:
+    """Counts that should be 0 although a reader was lost."""
+    found = {}
+    for place in service.workers:
+        state = place.worker.debug_state()
+        keys = ["streams", "running", "waiting", "tickets"]
+        keys += ["kv_blocks_used"] if place.worker.role == "decode" else []
+        found |= {f"{place.name}: {key}": int(state[key]) for key in keys if state[key]}
+    return found
