@@ -240,6 +240,9 @@ class GatewayConfig(_ProcessSection):
     """Of one key; 0: no limit."""
     concurrent_requests: int = Field(0, ge=0)
     """Of one key; 0: no limit."""
+    hold_s: float = Field(5.0, ge=0)
+    """How long a request of a key that gives up most of its requests waits at most, while
+    other keys' run, before anything is done for it; 0: never."""
     cors_origins: tuple[str, ...] = ()
     """Web pages' origins whose scripts may call; none: no page may."""
     tls_cert: str = ""

@@ -162,6 +162,7 @@ def counts(service: ChatService) -> dict[str, int]:
     return {
         "in_flight": service.inflight,
         "held_bytes": service.budget.used,
+        "held_back": service.door.held,
         "runs": service.pipeline.running,
         "teardowns": service.pipeline.teardowns,
         "streams": sum(len(worker.streams) for worker in workers),

@@ -24,6 +24,7 @@ from gateway.request import Accepted, Ended, Event, NewTokens, PlannedRequest, j
 from gateway.schema import ChatCall
 from gateway.timeline import Timeline
 from gateway.toolcalls import CallDelta, CallParser, Delta
+from gateway.waste import Door, Visit
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class ChatService:
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer)
         self.budget = Budget(config.limits.max_inflight_mib << 20)
+        self.door = Door(config.gateway.hold_s)
         self.draining = False
         self.inflight = 0
         self._receiving = 0
@@ -96,21 +98,23 @@ class ChatService:
         deadline = asyncio.get_running_loop().time() + allowed
         self._check_room()
         self.inflight += 1
+        visit: Visit | None = None
         try:
             async with asyncio.timeout_at(deadline):
+                visit = await self.door.enter(call.salt)
                 timeline.begin("plan")
                 request = await self.preparer.plan(call, request_id, hold)
                 timeline.end("plan")
             run = self.pipeline.start(request, deadline, timeline)
-        except TimeoutError:
+        except BaseException as error:
             self.inflight -= 1
-            raise EpdError(
-                ErrorKind.DEADLINE_EXCEEDED, "the request's deadline has passed"
-            ) from None
-        except BaseException:
-            self.inflight -= 1
+            if visit is not None:
+                visit.end(given_up=outcome_of(error) == "cancelled")
+            if isinstance(error, TimeoutError):
+                reason = "the request's deadline has passed"
+                raise EpdError(ErrorKind.DEADLINE_EXCEEDED, reason) from None
             raise
-        answer = Answer(self, call, request, run, timeline, deadline, hold)
+        answer = Answer(self, call, request, run, timeline, deadline, hold, visit)
         try:
             await answer.accepted()
         except BaseException:
@@ -161,6 +165,7 @@ class Answer:
         timeline: Timeline,
         deadline: float,
         hold: Hold,
+        visit: Visit,
     ) -> None:
         self.call = call
         self.request_id = request.request_id
@@ -171,6 +176,7 @@ class Answer:
         self._request = request
         self._run = run
         self._hold = hold
+        self._visit = visit
         self._cached = 0
         self._open = True
         self._begun = False
@@ -235,6 +241,8 @@ class Answer:
             for event in joined(await self._run.ready()):
                 for part in self._take(event):
                     yield part
+                    if self.call.stream:
+                        self._visit.delivered()
 
     def _take(self, event: Event) -> Iterator[Part]:
         assert not isinstance(event, Accepted)
@@ -299,6 +307,9 @@ class Answer:
             reason = str(self._fault.kind)  # nobody left: the answer failed
         self._run.cancel(reason)
         self._hold.release()
+        self._visit.end(
+            given_up=self.reason is None and self._fault is None, answered=self.reason is not None
+        )
         self._service.inflight -= 1
         if self._begun:
             outcome = "cancelled" if self._fault is None else outcome_of(self._fault)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,41 @@ async def test_a_burst_of_200_pictures_on_one_encoder(tmp_path: Path, most_waiti
             assert json.loads(reply.body)["error"]["code"] == "overloaded"
 
 
-async def _ask(cluster: Cluster, number: int) -> Reply:
-    picture = grey_png(64 + number, 96, number)
+async def test_one_keys_burst_leaves_another_keys_picture_its_turn(tmp_path: Path) -> None:
+    """120 large pictures of one key wait at one encoder; another key's comes next, not last."""
+    cluster = Cluster(tmp_path, settings={"gateway.api_keys": "sk-burst,sk-other"}).start()
+    try:
+        burst = [
+            asyncio.create_task(_ask(cluster, n, "sk-burst", (2000, 1500))) for n in range(120)
+        ]
+        waiting = await _until_all_wait(cluster, burst)
+        assert waiting >= 30, "the encoder was too quick for a queue"
+        before = sum(task.done() for task in burst)
+        assert (await _ask(cluster, 150, "sk-other")).status == 200
+        meanwhile = sum(task.done() for task in burst) - before
+        statuses = Counter(reply.status for reply in await asyncio.gather(*burst))
+        cluster.assert_clean()
+    finally:
+        cluster.close()
+    assert set(statuses) <= {200, 429}
+    assert statuses[200] >= 110
+    assert meanwhile < waiting / 2, "its picture waited for most of the burst"
+
+
+async def _until_all_wait(cluster: Cluster, burst: Sequence[asyncio.Task[Reply]]) -> int:
+    """Until all that are not answered are at the encoder; how many wait there."""
+    async with asyncio.timeout(60):
+        while True:
+            state = await asyncio.to_thread(cluster.worker("encode").debug_state)
+            if sum(task.done() for task in burst) + int(state["streams"]) >= len(burst) - 10:
+                return int(state["waiting"])
+            await asyncio.sleep(0.02)
+
+
+async def _ask(
+    cluster: Cluster, number: int, key: str = "none", size: tuple[int, int] = (64, 96)
+) -> Reply:
+    picture = grey_png(size[0] + number, size[1], number)
     body = {
         "model": "checkpoint",
         "messages": [user(picture, COLOUR)],
@@ -60,7 +94,8 @@ async def _ask(cluster: Cluster, number: int) -> Reply:
         "max_tokens": 4,
     }
     async with asyncio.timeout(200):
-        return await post(cluster.address, "/v1/chat/completions", body)
+        path, bearer = "/v1/chat/completions", f"Bearer {key}"
+        return await post(cluster.address, path, body, authorization=bearer)
 
 
 def test_the_slope_of_memory() -> None:

@@ -46,7 +46,7 @@ IDLE_LIMIT_S = 60.0
 _WORKER = ("streams", "running", "waiting", "tickets", "leases_open", "leased_bytes")
 _MEMORY = ("quarantined_bytes", "reads_parked", "reads_outstanding")
 MUST_BE_ZERO = {
-    "gateway": ("in_flight", "runs", "teardowns", "streams"),
+    "gateway": ("in_flight", "runs", "teardowns", "streams", "held_bytes", "held_back"),
     "encode": (*_WORKER, *_MEMORY, "arena_bytes_used"),
     "prefill": (*_WORKER, *_MEMORY, "arena_bytes_used", "kv_blocks_used", "background"),
     "decode": (*_WORKER, *_MEMORY, "kv_blocks_used"),

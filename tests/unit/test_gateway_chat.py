@@ -12,6 +12,7 @@ from epd.text.vocabulary import Vocabulary
 from gateway.chat import Answer, Part
 from gateway.request import Accepted, Ended, Event, NewTokens, PlannedRequest, joined
 from gateway.timeline import Timeline
+from gateway.waste import Door
 
 STOP = FinishReason.STOP
 
@@ -52,10 +53,11 @@ async def parts_of(events: list[Event], choices: int) -> list[Part]:
     tokenizer.decoder = decoders.Fuse()
     service = SimpleNamespace(tokenizer=tokenizer, vocabulary=Vocabulary(tokenizer), inflight=1)
     request = PlannedRequest("test", (1, 2), (), (), SamplingParams(), choices)
-    call = SimpleNamespace(generation=SimpleNamespace(stop=()), tools=())
+    call = SimpleNamespace(generation=SimpleNamespace(stop=()), tools=(), stream=True)
     hold = SimpleNamespace(release=lambda: None)
+    visit = await Door(held_s=1.0).enter(b"")
     untyped: Any = Answer
-    answer = untyped(service, call, request, LaggingRun(events), Timeline(), 0.0, hold)
+    answer = untyped(service, call, request, LaggingRun(events), Timeline(), 0.0, hold, visit)
     return [part async for part in answer.parts()]
 
 
