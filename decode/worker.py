@@ -237,6 +237,9 @@ class DecodeWorker(StageWorker[Ticket]):
         self._scheduler.finish(ticket.key)
         self.steps.poke()
 
+    def _waits(self, ticket: Ticket) -> bool:
+        return ticket.loader is None and not ticket.stopped
+
     def _fail(self, ticket: Ticket, error: EpdError) -> None:
         ticket.events.close(error)
         self._stop(ticket)

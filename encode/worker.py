@@ -198,6 +198,15 @@ class EncodeWorker(StageWorker[Ticket]):
         if not work.waiters and self._works.abandon(work):
             del self._by_key[work.key]
 
+    def _waits(self, ticket: Ticket) -> bool:
+        return ticket.work is not None and self._works[ticket.work].task is None
+
+    def _fail(self, ticket: Ticket, error: EpdError) -> None:
+        assert ticket.work is not None
+        self._leave(self._works[ticket.work], ticket)
+        ticket.work = None
+        ticket.finished.set_exception(error)
+
     def _unpin(self, entry: Entry[Extent]) -> None:
         self._cache.unpin(entry)
         self.steps.poke()

@@ -92,8 +92,7 @@ class MembershipService(pb_grpc.MembershipServicer):
             self._registry.heard(worker)
         elif kind == "leaving":
             _log.info("%s drains", card_identity(worker.card))
-            worker.draining = True
-            self._registry.heard(worker)
+            self._registry.drain(worker)
 
 
 _MOST_CHARACTERS, _MOST_DIMENSIONS, _MOST_STAGES = 256, 8, 8

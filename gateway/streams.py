@@ -56,6 +56,8 @@ class StageStream:
         self.stage = stage
         self.worker = worker
         self.lost = False
+        self.queued = True
+        """Nothing was begun for it yet, as far as we know."""
         self.sink: Callable[[Any], bool] | None = None
         """Offered each event first, where none waits; what it takes, `next` won't give. It
         saves a wake-up for every token."""
@@ -152,6 +154,8 @@ class StageStream:
     async def _read(self) -> None:
         try:
             async for event in self._call:
+                if self.queued:
+                    self.queued = event.WhichOneof("kind") == "accepted"
                 if not self._inbox and self.sink is not None and self.sink(event):
                     continue
                 self._inbox.append(event)

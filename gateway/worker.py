@@ -15,6 +15,10 @@ from epd.jobs import Stage
 class OpenStream(Protocol):
     """A call to a worker that can be given up from outside."""
 
+    stage: Stage
+
+    @property
+    def queued(self) -> bool: ...
     def lose(self, error: EpdError) -> None: ...
 
 

@@ -96,6 +96,22 @@ class Registry:
         worker.suspect = False
         self._wake()
 
+    def drain(self, worker: Worker) -> None:
+        """The worker takes nothing new, and ends what it began. What only waits there goes
+        to another one, if there is one: prompts, and pictures of other processes' prompts.
+        (Sequences that wait for decode's blocks stay: the blocks that they hold in prefill
+        would be quarantined.)"""
+        worker.draining = True
+        self.heard(worker)
+        stages = worker.card.stages
+        movable = Stage.PREFILL if Stage.PREFILL in stages else Stage.ENCODE
+        if not self.live(movable):
+            return
+        reason = f"the {movable} worker is leaving"
+        for stream in list(worker.streams):
+            if stream.stage is movable and stream.queued:
+                stream.lose(EpdError(ErrorKind.NOT_STARTED, reason, retry_after_s=1.0))
+
     def drop(self, worker: Worker, reason: str, lose_calls: bool = True) -> None:
         """The worker left. Its open calls are given up unless they may go on."""
         worker.gone = True

@@ -212,6 +212,9 @@ class PrefillWorker(StageWorker[Ticket]):
         for fetch in ticket.fetches.values():
             fetch.cancel()
 
+    def _waits(self, ticket: Ticket) -> bool:
+        return not (ticket.admitted or ticket.cancelled or ticket.closed)
+
     def _fail(self, ticket: Ticket, error: EpdError) -> None:
         self._stop(ticket)
         ticket.events.close(error)

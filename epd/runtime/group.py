@@ -77,6 +77,10 @@ class Worker(Protocol):
         """Called a few times a second: quarantines end here."""
         ...
 
+    def hand_back(self) -> None:
+        """Tell all that waits and was not started that it never will be."""
+        ...
+
     def start(self) -> asyncio.Task[None]:
         """Start working; the task ends only by a bug of ours, which it raises."""
         ...
@@ -199,9 +203,10 @@ class WorkerGroup:
         return True
 
     async def end_streams(self, bound_s: float) -> None:
-        """End what still runs, with a reason."""
+        """End what still runs or waits, with a reason."""
         for worker in self.workers:
             worker.streams.refuse_new()
+            worker.hand_back()
             reason = f"the {worker.stage} worker stopped"
             stopped = EpdError(ErrorKind.STAGE_UNAVAILABLE, reason, retry_after_s=1.0)
             worker.streams.fail_all(stopped)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from typing import Any, Generic, Protocol, TypeVar
 
+from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from epd.runtime.group import Wait
 from epd.runtime.memory import OwnedMemory
@@ -30,7 +32,7 @@ class _Ticket(Protocol):
 TicketT = TypeVar("TicketT", bound=_Ticket)
 
 
-class StageWorker(Generic[TicketT]):
+class StageWorker(ABC, Generic[TicketT]):
     """A part of `epd.runtime.group.Worker`; a stage's worker adds what it does. All runs on
     the event loop."""
 
@@ -60,6 +62,21 @@ class StageWorker(Generic[TicketT]):
             "tasks": len(asyncio.all_tasks()),
             **self.memory.state(),
         }
+
+    def hand_back(self) -> None:
+        """What waits and was not started never will be: tell it so, in a typed way."""
+        reason = f"this {self.stage} worker is leaving"
+        for ticket in list(self._tickets.values()):
+            if self._waits(ticket):
+                self._fail(ticket, EpdError(ErrorKind.NOT_STARTED, reason, retry_after_s=1.0))
+
+    @abstractmethod
+    def _waits(self, ticket: TicketT) -> bool:
+        """Whether nothing was begun for it."""
+
+    @abstractmethod
+    def _fail(self, ticket: TicketT, error: EpdError) -> None:
+        """End its stream with this error."""
 
     def healthy(self) -> bool:
         return self.memory.healthy()

@@ -159,6 +159,8 @@ class Fake:
         add(self, self._server.grpc)
         self._member: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
+        self.leaving = False
+        """Says so with its next heartbeats."""
         self.beating = asyncio.Event()
         self.beating.set()
 
@@ -203,6 +205,9 @@ class Fake:
                 await self.beating.wait()
                 beat = membership_pb2.Heartbeat(running=len(self.calls), serving=True)
                 await call.write(membership_pb2.WorkerReport(heartbeat=beat))
+                if self.leaving:
+                    goodbye = membership_pb2.Leaving(grace_ms=1000)
+                    await call.write(membership_pb2.WorkerReport(leaving=goodbye))
 
     # --- the service -------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from tests.e2e.fake_stages import Call, fail, hang
 from tests.e2e.gateway_house import CHAT, House, config, raw
 from tests.e2e.http_client import Connection, get
 from tests.e2e.test_gateway_bounds import opened
-from tests.waiting import LIMIT_S, soon
+from tests.waiting import LIMIT_S, soon, until
 
 
 def text_of(events: list[Any]) -> str:
@@ -124,6 +124,19 @@ async def test_a_preempted_request_goes_on_with_the_only_decode(house: House) ->
     house.script.hooks["decode.token"] = preempt
     assert text_of(await house.stream()) == expected
     assert len(house.script.jobs_of(Stage.PREFILL)) > 3
+
+
+async def test_what_waits_at_a_leaving_prefill_goes_to_another_at_once(house: House) -> None:
+    await house.add(Stage.PREFILL, "prefill-2")
+    house.script.hooks["prefill.job"] = hang
+    waiting = asyncio.create_task(house.chat())
+    await until(lambda: any(f.calls for f in house.fakes if f.stage is Stage.PREFILL))
+    del house.script.hooks["prefill.job"]
+    leaving = next(fake for fake in house.fakes if fake.stage is Stage.PREFILL and fake.calls)
+    await until(lambda: all(call.job is not None for call in leaving.calls))
+    leaving.leaving = True
+    assert (await asyncio.wait_for(waiting, LIMIT_S)).status == 200
+    assert [job.attempt for job in house.script.jobs_of(Stage.PREFILL)] == [0, 1]
 
 
 async def test_a_decode_that_is_full_is_429(house: House) -> None:

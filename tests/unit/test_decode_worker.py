@@ -35,6 +35,19 @@ async def test_a_whole_output(bench: Bench) -> None:
     bench.worker.close(ticket)
 
 
+async def test_what_waits_is_handed_back_as_not_started(bench: Bench) -> None:
+    """And what reads or runs is not."""
+    running = await bench.join(range(20, 30), max_tokens=5)
+    waiting = await bench.worker.submit(decode_job(range(20, 30), max_tokens=5))
+    bench.worker.hand_back()
+    with pytest.raises(EpdError) as caught:
+        await drain(waiting)
+    assert caught.value.kind is ErrorKind.NOT_STARTED
+    bench.worker.close(waiting)
+    assert isinstance((await drain(running))[-1], Finished)
+    bench.worker.close(running)
+
+
 async def test_the_end_of_the_context_ends_the_output(bench: Bench) -> None:
     ticket = await bench.join([20] * 57, max_tokens=100)
     finished = (await drain(ticket))[-1]

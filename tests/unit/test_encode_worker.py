@@ -324,6 +324,24 @@ async def test_a_clients_burst_does_not_hold_up_another_clients_picture() -> Non
     await bench.close()
 
 
+async def test_what_waits_is_handed_back_as_not_started(bench: Bench) -> None:
+    """Pictures that are not being decoded yet; whoever shares them with another hears it too."""
+    bench.pictures.gate.clear()
+    running = [bench.worker.submit(job(picture, f"r{picture}")) for picture in range(1, 5)]
+    waiting = [bench.worker.submit(job(picture, f"w{picture}")) for picture in (5, 6, 6)]
+    bench.worker.hand_back()
+    for ticket in waiting:
+        with pytest.raises(EpdError) as caught:
+            await ticket.finished
+        assert caught.value.kind is ErrorKind.NOT_STARTED
+        bench.worker.close(ticket, clean=False)
+    bench.pictures.gate.set()
+    for ticket in running:
+        await asyncio.wait_for(asyncio.shield(ticket.finished), LIMIT_S)
+        bench.worker.close(ticket, clean=True)
+    assert set(bench.pictures.decoded) == {1, 2, 3, 4}
+
+
 async def test_a_batch_holds_no_more_patches_than_allowed() -> None:
     bench = Bench(encode__batch_patches=2 * ROWS - 1)
     bench.tower.gate.clear()

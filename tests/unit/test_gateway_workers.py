@@ -27,6 +27,8 @@ class Clock:
 
 @dataclass(eq=False)
 class Stream:
+    stage: Stage = Stage.DECODE
+    queued: bool = False
     errors: list[EpdError] = field(default_factory=list)
 
     def lose(self, error: EpdError) -> None:
@@ -121,6 +123,34 @@ def test_prefill_and_decode_must_agree_on_blocks(
     with pytest.raises(EpdError, match=next(iter(other))):
         registry.join(card("d:1", Stage.DECODE, **other))
     registry.join(card("e:1", Stage.ENCODE, **other))
+
+
+def test_what_waits_at_a_leaving_prefill_goes_to_another(registry: Registry) -> None:
+    leaving, other = (registry.join(card(a, Stage.PREFILL)) for a in ("p:1", "p:2"))
+    waiting, running = Stream(Stage.PREFILL, queued=True), Stream(Stage.PREFILL)
+    decode = Stream(Stage.DECODE, queued=True)
+    leaving.streams |= {waiting, running, decode}
+    registry.drain(leaving)
+    assert [error.kind for error in waiting.errors] == [ErrorKind.NOT_STARTED]
+    assert not running.errors
+    assert not decode.errors
+    last = Stream(Stage.PREFILL, queued=True)
+    other.streams.add(last)
+    registry.drain(other)
+    assert not last.errors, "nobody else is there: it is served, if the grace allows"
+
+
+@pytest.mark.parametrize("with_prefill", [False, True])
+def test_pictures_leave_an_encoder_but_not_their_own_prefills(
+    registry: Registry, with_prefill: bool
+) -> None:
+    stages = {Stage.ENCODE, Stage.PREFILL} if with_prefill else {Stage.ENCODE}
+    leaving = registry.join(card("e:1", stages=frozenset(stages)))
+    registry.join(card("e:2", stages=frozenset(stages)))
+    picture = Stream(Stage.ENCODE, queued=True)
+    leaving.streams.add(picture)
+    registry.drain(leaving)
+    assert bool(picture.errors) is not with_prefill
 
 
 def test_another_life_on_the_same_address_is_another_worker(registry: Registry) -> None:

@@ -141,6 +141,19 @@ async def test_a_request_waits_until_all_its_memory_is_free(bench: Bench) -> Non
     bench.worker.close(third, clean=True)
 
 
+async def test_what_waits_is_handed_back_as_not_started(bench: Bench) -> None:
+    """And what was admitted is not."""
+    running = await bench.worker.submit(prefill_job([20] * 40))
+    waiting = await bench.worker.submit(prefill_job([21] * 32))
+    bench.worker.hand_back()
+    with pytest.raises(EpdError) as caught:
+        await until_event(waiting, FirstToken)
+    assert caught.value.kind is ErrorKind.NOT_STARTED
+    bench.worker.close(waiting, clean=False)
+    await until_event(running, FirstToken)
+    bench.worker.close(running, clean=True)
+
+
 async def test_an_image_is_read_verified_and_its_place_given_back(bench: Bench) -> None:
     ids = [20, IMAGE, IMAGE, IMAGE, 21]
     ticket = await bench.worker.submit(prefill_job(ids, items=(image(),)))

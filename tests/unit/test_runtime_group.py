@@ -25,7 +25,7 @@ class StandIn:
         self.facts = {"epoch": 1, "fingerprint": "f", "dtype": "float32", "numerics_id": ""}
         self.facts |= facts
         self.streams = Streams(stage)
-        self.tickets = 0
+        self.tickets = self.handed_back = 0
         self.intact = self.well = self.reaches = True
         self.steps = StepLoop(stage, self._step, lambda: False, thread)
 
@@ -56,6 +56,9 @@ class StandIn:
 
     def tick(self) -> None:
         pass
+
+    def hand_back(self) -> None:
+        self.handed_back += 1
 
     def start(self) -> asyncio.Task[None]:
         return self.steps.start()
@@ -137,6 +140,7 @@ async def test_what_outlasts_the_grace_is_ended_in_every_stage() -> None:
         assert not await group.drain(0.05)
         await group.end_streams(0.05)
     assert [error.kind for error in errors] == [ErrorKind.STAGE_UNAVAILABLE] * 2
+    assert [worker.handed_back for worker in workers] == [1, 1, 1]
 
 
 async def test_stages_on_one_thread_take_turns_and_wake_each_other() -> None:
