@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from epd.errors import EpdError, ErrorKind
-from epd.fairness import Round, Shares
+from epd.fairness import Round, Shares, gives_way
 
 _GREED = 4
 """A client may hold so many times the places that are left."""
@@ -84,6 +84,14 @@ class Batcher:
             return None
         picture = self._ready().first()
         return None if picture is None else picture.key
+
+    def make_room(self, client: bytes) -> int | None:
+        """Where the queue is full: whose picture gives its place to one of `client`, so that
+        no client keeps the others out. It must be aborted then."""
+        if len(self._waiting) < self._limits.max_queue:
+            return None
+        queued = [p for p in self._waiting.values() if p.state is _State.QUEUED]
+        return gives_way(((p.client, p.key) for p in queued), client)
 
     def admit(self, key: int, *, client: bytes = b"", request: str = "", rows: int = 1) -> int:
         """Queue a picture; returns how many wait before it. `client` is whose share it

@@ -18,7 +18,7 @@ from encode.cache import EmbeddingCache
 from encode.images import ImagePreparer
 from encode.work import Work
 from epd.config import Config, EncodeConfig
-from epd.errors import EpdError, ErrorKind
+from epd.errors import EpdError, ErrorKind, crowded
 from epd.jobs import EncodeJob, Stage
 from epd.models.encoder import VisionEncoder
 from epd.obs import metrics
@@ -87,6 +87,8 @@ class Works:
             EpdError: OVERLOADED, the queue is full.
         """
         self._check_queue(len(job.image))
+        if (crowded_out := self.batcher.make_room(job.salt)) is not None:
+            self._fail(self._works[crowded_out], crowded())
         number, self._next = self._next, self._next + 1
         self.batcher.admit(number, client=job.salt, request=job.request_id, rows=job.item.rows)
         work = self._works[number] = Work(number, key, job, nbytes, len(job.image))

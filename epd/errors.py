@@ -110,6 +110,12 @@ class EpdError(Exception):
         }
 
 
+def crowded() -> EpdError:
+    """For who gives way in a full queue."""
+    reason = "the queue is full, and most of it is this client's: its last one gives way"
+    return EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
+
+
 def too_many(param: str, value: int, limit: int, what: str) -> EpdError:
     """Shorthand for more than is allowed: the field, the value and the limit."""
     return invalid(f"{param}: {value} {what}, at most {limit} are allowed", param)

@@ -53,6 +53,19 @@ class Shares:
         return len(self._given)
 
 
+def gives_way(waiting: Iterable[tuple[Hashable, int]], newcomer: Hashable) -> int | None:
+    """Who leaves a full queue of (client, key), oldest first, for one more of `newcomer`: the
+    last of the client that has most in it (longest queue drop, Suter et al. 1999). None if
+    that client would have less in it than `newcomer` then: nobody gives way to an equal."""
+    keys: dict[Hashable, list[int]] = {}
+    for client, key in waiting:
+        keys.setdefault(client, []).append(key)
+    longest = max(keys.values(), key=len, default=[])
+    if len(longest) <= len(keys.get(newcomer, ())) + 1:
+        return None
+    return longest[-1]
+
+
 class Round(Generic[_T]):
     """One pass over what could be served now: within a client in the order given, between
     clients by `shares`."""

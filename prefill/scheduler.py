@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from epd.errors import EpdError, ErrorKind
-from epd.fairness import FairQueue, Round, Shares
+from epd.fairness import FairQueue, Round, Shares, gives_way
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +145,22 @@ class Scheduler:
         self._waiting[key] = _Request(key, total, *places, self._overlap, client)
         self._waiting_tokens += total
         self._queue.add(key, client)
+
+    def make_room(self, client: bytes, total: int) -> list[int]:
+        """Where the queue is too full for a request of `total` tokens: whose requests give
+        their places to one of `client`, so that no client keeps the others out. They must
+        be aborted then."""
+        leaving: list[int] = []
+        waiting, tokens = dict(self._waiting), self._waiting_tokens
+        while len(waiting) >= self._max_queue or (
+            waiting and tokens + total > self._max_queue_tokens
+        ):
+            key = gives_way(((r.client, key) for key, r in waiting.items()), client)
+            if key is None:
+                return []
+            tokens -= waiting.pop(key).total
+            leaving.append(key)
+        return leaving
 
     def _check_queue(self, more: int) -> None:
         """One request may wait however long it is."""

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from epd.config import Config
-from epd.errors import EpdError, invalid
+from epd.errors import EpdError, crowded, invalid
 from epd.handoff import embedding_bytes
 from epd.jobs import PrefillJob, SampledToken, Stage
 from epd.kv.store import KvStore
@@ -112,6 +112,8 @@ class PrefillWorker(StageWorker[Ticket]):
         """
         self.memory.check_quarantine()
         ticket = await self._planner.plan(job)
+        for key in self._scheduler.make_room(job.salt, ticket.total):
+            self._fail(self._tickets[key], crowded())
         self._scheduler.admit(ticket.key, ticket.total, ticket.spans, client=job.salt)
         self._tickets[ticket.key] = ticket
         self._admit()  # now, not after the running step: encoding overlaps with it

@@ -172,6 +172,21 @@ def test_one_clients_burst_does_not_hold_up_another_ones_picture() -> None:
     assert 201 in batcher.next_batch(always)
 
 
+def test_a_burst_does_not_keep_others_out_of_a_full_queue() -> None:
+    batcher = made(max_queue=4, decoding=1)
+    for key in range(4):
+        assert batcher.make_room(b"burst") is None
+        batcher.admit(key, client=b"burst")
+    assert batcher.next_pictures() == [0]
+    assert batcher.make_room(b"burst") is None
+    for key in (10, 11):
+        leaving = batcher.make_room(b"one")
+        if leaving is not None:
+            batcher.abort(leaving)
+            batcher.admit(key, client=b"one")
+    assert sorted(batcher._waiting) == [0, 1, 2, 10], "what is being decoded stays"
+
+
 def test_shares_go_by_patches_not_by_pictures() -> None:
     batcher = made(budget=400, max_queue=200, decoding=200, ahead=1000)
     patches = {key: 10 if key % 5 else 40 for key in range(150)}

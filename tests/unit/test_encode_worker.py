@@ -324,6 +324,24 @@ async def test_a_clients_burst_does_not_hold_up_another_clients_picture() -> Non
     await bench.close()
 
 
+async def test_the_last_of_a_burst_gives_its_place_to_another_client() -> None:
+    bench = Bench(encode__max_queue=6, encode__cache_mib=0)
+    bench.pictures.gate.clear()
+    burst = [bench.worker.submit(job(n, f"b{n}", salt=b"burst")) for n in range(1, 7)]
+    with pytest.raises(EpdError):
+        bench.worker.submit(job(7, "b7", salt=b"burst"))
+    other = bench.worker.submit(job(20, "o", salt=b"other"))
+    with pytest.raises(EpdError) as caught:
+        await burst[-1].finished
+    assert caught.value.kind is ErrorKind.OVERLOADED
+    bench.pictures.gate.set()
+    for ticket in (*burst[:-1], other):
+        await asyncio.wait_for(asyncio.shield(ticket.finished), LIMIT_S)
+        bench.worker.close(ticket, clean=True)
+    bench.worker.close(burst[-1], clean=True)
+    await bench.close()
+
+
 async def test_what_waits_is_handed_back_as_not_started(bench: Bench) -> None:
     """Pictures that are not being decoded yet; whoever shares them with another hears it too."""
     bench.pictures.gate.clear()

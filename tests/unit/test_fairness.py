@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd.fairness import FairQueue, Round, Shares
+from epd.fairness import FairQueue, Round, Shares, gives_way
 
 
 def test_within_a_client_first_come_first_served_and_clients_take_turns() -> None:
@@ -66,6 +66,16 @@ def test_a_round_serves_clients_in_turn_and_charges_nobody_for_what_it_skips() -
     assert order == ["a1", "b1", "a3", "b2"]
     assert Round(shares, ["b3", "a4"], lambda name: name[0]).first() == "b3", "level"
     assert Round(shares, [], str).first() is None
+
+
+def test_in_a_full_queue_the_last_of_the_client_with_most_gives_way() -> None:
+    queue = [("many", 0), ("few", 1), ("many", 2), ("many", 3)]
+    assert gives_way(queue, "new") == 3
+    assert gives_way(queue, "few") == 3
+    assert gives_way(queue, "many") is None, "a client alone is refused as ever"
+    assert gives_way([*queue, ("few", 4)], "few") is None, "it would have as many"
+    assert gives_way([("a", 0), ("b", 1)], "c") is None, "all have one"
+    assert gives_way([], "c") is None
 
 
 def test_nobody_saves_up_turns_and_nobody_pays_for_having_been_alone() -> None:

@@ -179,6 +179,25 @@ def test_the_queue_is_bounded_in_tokens_too() -> None:
     scheduler.check_integrity()
 
 
+def test_a_flood_does_not_keep_others_out_of_a_full_queue() -> None:
+    scheduler = Scheduler(10, 10, max_queue=4, max_queue_tokens=100)
+    for key in range(4):
+        scheduler.admit(key, 20, client=b"flood")
+    assert scheduler.make_room(b"flood", 1) == []
+    assert scheduler.make_room(b"one", 20) == [3]
+    assert scheduler.make_room(b"one", 55) == [3, 2], "as many as it takes, in tokens too"
+    assert scheduler.make_room(b"one", 90) == [], "nobody leaves for who wouldn't fit either"
+    for key in scheduler.make_room(b"one", 20):
+        scheduler.abort(key)
+    scheduler.admit(4, 20, client=b"one")
+    assert scheduler.make_room(b"one", 5) == scheduler.make_room(b"two", 5) == [2]
+    scheduler.abort(2)
+    scheduler.admit(5, 20, client=b"one")
+    assert scheduler.make_room(b"one", 5) == [], "half of it is its own"
+    assert scheduler.make_room(b"two", 5) == [1]
+    scheduler.check_integrity()
+
+
 def test_abort_tells_whether_the_running_step_uses_the_blocks() -> None:
     scheduler = Scheduler(10, 10, 10)
     scheduler.admit(0, 50)

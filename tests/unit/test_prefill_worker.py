@@ -154,6 +154,25 @@ async def test_what_waits_is_handed_back_as_not_started(bench: Bench) -> None:
     bench.worker.close(running, clean=True)
 
 
+async def test_the_last_of_a_flood_gives_its_place_to_another_client() -> None:
+    bench = Bench(prefill__max_queue=2)
+    first = await bench.worker.submit(prefill_job([20] * 40, salt=b"flood"))
+    flood = [await bench.worker.submit(prefill_job([21] * 32, salt=b"flood")) for _ in range(2)]
+    with pytest.raises(EpdError):
+        await bench.worker.submit(prefill_job([21] * 32, salt=b"flood"))
+    other = await bench.worker.submit(prefill_job([22], salt=b"other"))
+    with pytest.raises(EpdError) as caught:
+        await until_event(flood[1], FirstToken)
+    assert caught.value.kind is ErrorKind.OVERLOADED
+    assert caught.value.retry_after_s
+    bench.worker.close(first, clean=True)
+    for ticket in (flood[0], other):
+        await until_event(ticket, FirstToken)
+        bench.worker.close(ticket, clean=True)
+    bench.worker.close(flood[1], clean=False)
+    await bench.close()
+
+
 async def test_an_image_is_read_verified_and_its_place_given_back(bench: Bench) -> None:
     ids = [20, IMAGE, IMAGE, IMAGE, 21]
     ticket = await bench.worker.submit(prefill_job(ids, items=(image(),)))
