@@ -295,7 +295,7 @@ async def test_a_worker_back_within_a_second_saves_the_request(
 
 
 async def test_the_deadline_ends_everything(loaded: Loaded) -> None:
-    limits = {"limits": {"request_deadline_s": 0.4}}
+    limits = {"limits": {"request_deadline_s": 2.0}}
     tree = {**config().model_dump(), **limits}
     house = House(loaded, Config.model_validate(tree))
     await house.start()

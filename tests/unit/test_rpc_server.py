@@ -148,9 +148,9 @@ async def test_half_close_and_cancel_are_told_apart() -> None:
             raise
 
     async with serving(note) as (_, channel):
-        for how in ("half-close", "lost", "deadline") * 5:
+        for how in ("half-close", "lost") * 5 + ("deadline",) * 2:
             call = decode_pb2_grpc.DecodeStub(channel).Run(
-                timeout=0.5 if how == "deadline" else LIMIT_S
+                timeout=3 if how == "deadline" else LIMIT_S
             )
             await call.write(decode_pb2.DecodeRequest())
             await call.read()
