@@ -74,9 +74,12 @@ class Scenario:
     requests: int
     columns: tuple[Column, ...]
 
-    def workload(self, seed: int, requests: int = 0) -> Workload:
-        shapes = self.template.shapes(requests or self.requests, random.Random(seed))
-        return Workload(shapes, extra={"ignore_eos": True}, seed=seed)
+    def workload(self, number: int, requests: int = 0) -> Workload:
+        """Of one round. No two scenarios share a picture or a text: what one asked, a cache
+        would know in the next."""
+        rng = random.Random(f"{self.name} {number}")
+        shapes = self.template.shapes(requests or self.requests, rng)
+        return Workload(shapes, extra={"ignore_eos": True}, seed=rng.getrandbits(32))
 
 
 SCENARIOS = (

@@ -15,6 +15,8 @@ from epd.models.backends import usable_device
 from epd.models.checkpoint import load_part, weights_bytes
 from epd.models.kernels import build
 from epd.models.kernels.linear import LinearKernel, pack_linears
+from epd.models.kernels.patches import pack_patches
+from epd.models.kernels.vision import fuse_vision_layers
 from epd.models.processor import PreparedImage
 from epd.models.progress import report_layers
 from epd.models.spec import ModelSpec, read_spec
@@ -65,7 +67,10 @@ class VisionEncoder:
         attn = None if library is None else vision_attention.NAME
         model = load_part(path, "encode", spec.dtype, attn=attn).to(device)
         if library is not None:
-            pack_linears(model, LinearKernel(library, threads))
+            kernel = LinearKernel(library, threads)
+            pack_linears(model, kernel)
+            pack_patches(model, kernel)
+            fuse_vision_layers(model, library, threads)
         return cls(model, spec, device, exact)
 
     def report_layers(self, done: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from epd.models.kernels import build
-from epd.models.kernels.attention import AttentionKernel
+from epd.models.kernels.dense import DenseKernel
 
 NAME: Final = "epd_vision"
 
@@ -36,20 +36,20 @@ def vision_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """[B, T, H, D] of query, key and value [B, H, T, D]: every patch sees all."""
-    library = build.load() if _fits(module, query, value, attention_mask, options) else None
+    library = build.load() if _fits(module, query, key, attention_mask, options) else None
     if library is None:
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    kernel = AttentionKernel(library, torch.get_num_threads())
-    return kernel.dense(query, key, value, scale), None
+    kernel = DenseKernel(library, torch.get_num_threads())
+    return kernel(query, key, value, scale), None
 
 
 def _fits(
     module: nn.Module,
     query: Tensor,
-    value: Tensor,
+    key: Tensor,
     mask: Tensor | None,
     options: dict[str, Any],
 ) -> bool:
@@ -57,7 +57,7 @@ def _fits(
     return (
         query.dtype is torch.bfloat16
         and query.device.type == "cpu"
-        and query.shape[-1] == value.shape[-1]
+        and query.shape == key.shape
         and mask is None
         and causal is False
         and all(options.get(name) is None for name in _UNKNOWN)

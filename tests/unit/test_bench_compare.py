@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from bench.compare import SLOW_ROUNDS, Comparison, document, measure, tables
 from bench.contenders import Contender
 from bench.scenarios import SCENARIOS, interference
+from epd.bench.content import Words
 from epd.bench.load import Target
+from epd.bench.workload import Picture, Shape
 from tests.unit.bench_script import At, Script, answer
 from tests.unit.virtual_time import run
 
@@ -68,6 +71,21 @@ def test_figures_and_ratios(comparison: Comparison) -> None:
     assert float(text[3].removesuffix(" |")) == 2.0, "more is better: ours over the best rival"
     assert rows["ITL p99, ms"][0].startswith("50.0")
     assert "how vllm" in tables(comparison, SCENARIOS)
+
+
+def test_no_two_scenarios_of_any_rounds_share_a_picture_or_a_text() -> None:
+    pictures: list[Picture] = []
+    starts: list[str] = []
+    for number in range(3):
+        for scenario in SCENARIOS:
+            workload = scenario.workload(number)
+            for timed in workload.timed(scenario.load, number):
+                pictures += timed.shape.pictures
+            rng = random.Random(f"{workload.seed} {number} {scenario.load} words")
+            starts.append(Words().text(Shape(40, 1), rng))
+    assert len(pictures) == 3 * (2 + 4 + 8)
+    assert len(set(pictures)) == len(pictures)
+    assert len({start[:40] for start in starts}) == len(starts)
 
 
 def test_every_request_is_in_the_document(comparison: Comparison) -> None:

@@ -37,7 +37,7 @@ def kernel(request: pytest.FixtureRequest) -> Int8Kernel:
 def _packed(kernel: Int8Kernel, linear: nn.Linear) -> PackedLinear:
     packed = huge_pages(kernel.packed_bytes(linear.weight))
     kernel.pack(linear.weight.detach(), packed)
-    return PackedLinear(kernel, linear, packed)
+    return PackedLinear(kernel, (linear.out_features, linear.in_features), linear.bias, packed)
 
 
 def _linear(k: int, n: int, bias: bool = True) -> nn.Linear:

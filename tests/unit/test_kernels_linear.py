@@ -25,7 +25,7 @@ def kernel(request: pytest.FixtureRequest) -> LinearKernel:
 def _packed(kernel: LinearKernel, linear: nn.Linear) -> PackedLinear:
     packed = huge_pages(kernel.packed_bytes(linear.weight))
     kernel.pack(linear.weight.detach(), packed)
-    return PackedLinear(kernel, linear, packed)
+    return PackedLinear(kernel, (linear.out_features, linear.in_features), linear.bias, packed)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -6,7 +6,6 @@ Shapes: T rows of a flattened batch; H heads, G key/value heads; D, E head sizes
 from __future__ import annotations
 
 import ctypes
-import functools
 from array import array
 from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
@@ -109,41 +108,3 @@ class AttentionKernel:
         )
         self._run(tables.address, ctypes.addressof(layer), self._threads)
         return out
-
-    def dense(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[B, T, H, D]: every token of a sequence sees all of it; no cache, no mask.
-
-        query [B, H, T, D], key and value [B, G, T, D] (so that blocks of keys and of
-        values lie alike): each sequence is one block of the kernel. Copies what does not
-        lie token by token.
-        """
-        q, k, v = (x.transpose(1, 2).contiguous() for x in (query, key, value))
-        assert q.dtype is k.dtype is v.dtype is torch.bfloat16
-        count, tokens, heads, d = q.shape
-        groups = k.shape[2]
-        assert k.shape == v.shape == (count, tokens, groups, d)
-        tables = _dense_tables(count, tokens)
-        out = torch.empty((count, tokens, heads, d), dtype=torch.bfloat16)
-        layer = _Layer(
-            *(k.data_ptr(), v.data_ptr(), tokens * groups * d, heads, groups, d, d),
-            *(q.data_ptr(), 0, 0, heads * d, d, 0, 0, 0, 0, out.data_ptr(), scale, 0),
-        )
-        self._run(tables.address, ctypes.addressof(layer), self._threads)
-        return out
-
-
-class _DenseTables:
-    """`StepTables` where sequence b is block b, and nothing is written."""
-
-    def __init__(self, count: int, tokens: int) -> None:
-        rows = count * tokens
-        table = array("i", [b for b in range(count) for _ in range(tokens)])
-        self._owned = (array("i", [tokens]) * rows, table, array("i", range(count)))
-        addresses = [numbers.buffer_info()[0] for numbers in self._owned]
-        self.struct = _Step(*addresses, 0, 0, rows, 0, tokens)
-        self.address = ctypes.addressof(self.struct)
-
-
-@functools.lru_cache(maxsize=64)
-def _dense_tables(count: int, tokens: int) -> _DenseTables:
-    return _DenseTables(count, tokens)

@@ -26,8 +26,14 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-SOURCES: Final = ("linear.cpp", "linear_int8.cpp", "attention.cpp", "layer.cpp")
-_HEADERS: Final = ("common.h", "tile.h", "linear.h", "panels.h", "attention.h")
+SOURCES: Final = (
+    *("linear.cpp", "linear_int8.cpp", "attention.cpp", "layer.cpp"),
+    *("dense.cpp", "vision.cpp"),
+)
+_HEADERS: Final = (
+    *("common.h", "tile.h", "pack.h", "rows.h", "across.h"),
+    *("linear.h", "panels.h", "attention.h", "dense.h"),
+)
 # No -ffast-math: linking with it sets flush-to-zero for the whole process. No
 # contraction: which additions are fused is not the compiler's to choose.
 _FLAGS: Final = (

@@ -6,12 +6,20 @@
 //
 // Every output is one chain of vdpbf16ps over k in order, however many rows there are
 // and wherever its row stands: the result is the same bits in every batch.
+#include "pack.h"
 #include "panels.h"
 
 namespace {
 
 // [K/2][height] pairs of one tile; an odd last column gets a zero beside it.
 void pack_rows(const bf16* x, int64_t stride, int height, int64_t k, int32_t* out) {
+  constexpr int MANY = 6;  // from here on transposing is faster than copying pair by pair
+  if (height >= MANY) {
+    const bf16* row[MAX_ROWS];
+    for (int m = 0; m < height; ++m) row[m] = x + m * stride;
+    pack_tile(row, height, k, out);
+    return;
+  }
   const int64_t pairs = k / 2;
   for (int64_t p = 0; p < pairs; ++p)
     for (int m = 0; m < height; ++m) memcpy(out++, x + m * stride + 2 * p, 4);

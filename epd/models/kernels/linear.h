@@ -19,3 +19,9 @@ void linear(const bf16* x, int64_t ldx, int64_t m, int64_t k, const Linear* laye
             Format format, int threads);
 void linear_int8(const bf16* x, int64_t ldx, int64_t m, int64_t k, const Linear* layers, int count,
                  int threads);
+
+// A packed weight and its bias (or none).
+struct Packed {
+  const void* weight;
+  const bf16* bias;
+};

@@ -93,12 +93,14 @@ class Int8Kernel(LinearKernel):
 class PackedLinear:
     """`nn.Linear.forward` on a packed weight: [..., k] to [..., n], both bfloat16."""
 
-    def __init__(self, kernel: LinearKernel, linear: nn.Linear, packed: Tensor) -> None:
+    def __init__(
+        self, kernel: LinearKernel, shape: tuple[int, int], bias: Tensor | None, packed: Tensor
+    ) -> None:
         self._run, self._threads, self.format = kernel.run, kernel.threads, kernel.format
-        self.n, self.k = linear.out_features, linear.in_features
-        self._packed, self._bias = packed, linear.bias
+        self.n, self.k = shape
+        self._packed, self._bias = packed, bias
         self.weight_at = packed.data_ptr()
-        self.bias_at = None if linear.bias is None else linear.bias.data_ptr()
+        self.bias_at = None if bias is None else bias.data_ptr()
 
     def __call__(self, x: Tensor, *_: Any) -> Tensor:
         n, k = self.n, self.k
@@ -130,7 +132,8 @@ def pack_linears(model: nn.Module, kernel: LinearKernel) -> Tensor:
         packed = region[start : start + size]
         start += size
         kernel.pack(linear.weight.detach(), packed)
-        linear.forward = PackedLinear(kernel, linear, packed)
+        shape = (linear.out_features, linear.in_features)
+        linear.forward = PackedLinear(kernel, shape, linear.bias, packed)
         release(linear, shared)
     return region
 

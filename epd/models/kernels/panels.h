@@ -6,14 +6,6 @@
 
 inline int64_t panels_of(int64_t n) { return (n + PANEL - 1) / PANEL; }
 
-// Rows are cut into tiles of nearly equal height.
-struct Tiles {
-  int64_t rows, count;
-  explicit Tiles(int64_t m) : rows(m), count((m + MAX_ROWS - 1) / MAX_ROWS) {}
-  int64_t start(int64_t tile) const { return rows * tile / count; }
-  int height(int64_t tile) const { return int(start(tile + 1) - start(tile)); }
-};
-
 // Memory of this thread for `count` values; kept for the next call.
 template <class T>
 T* scratch(int64_t count) {

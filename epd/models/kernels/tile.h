@@ -6,6 +6,14 @@ constexpr int64_t PANEL = 32;    // outputs: two vectors of float
 constexpr int MAX_ROWS = 12;     // 24 accumulators
 constexpr int64_t AHEAD = 2048;  // bytes that a stream is prefetched ahead
 
+// Rows are cut into tiles of nearly equal height.
+struct Tiles {
+  int64_t rows, count;
+  explicit Tiles(int64_t m) : rows(m), count((m + MAX_ROWS - 1) / MAX_ROWS) {}
+  int64_t start(int64_t tile) const { return rows * tile / count; }
+  int height(int64_t tile) const { return int(start(tile + 1) - start(tile)); }
+};
+
 inline __m512bh load_bf16(const void* p) { return (__m512bh)_mm512_loadu_si512(p); }
 
 // How a tile prefetches while it computes: the stream ahead of itself, a share of the
