@@ -32,7 +32,7 @@ SOURCES: Final = (
 )
 _HEADERS: Final = (
     *("common.h", "tile.h", "pack.h", "rows.h", "across.h"),
-    *("linear.h", "panels.h", "attention.h", "dense.h"),
+    *("linear.h", "panels.h", "attention.h", "task.h", "few_rows.h", "many_rows.h", "dense.h"),
 )
 # No -ffast-math: linking with it sets flush-to-zero for the whole process. No
 # contraction: which additions are fused is not the compiler's to choose.
