@@ -84,16 +84,15 @@ def test_large_scores_and_outliers(scale: float) -> None:
 
 def test_threads_and_layout_change_no_bit() -> None:
     assert LIBRARY is not None
+    kernel = DenseKernel(LIBRARY, 1)
     q, k, v = _random(3, 170, 4, 40)
-    one = DenseKernel(LIBRARY, 1)(q, k, v, 0.2)
+    one = kernel(q, k, v, 0.2)
     assert torch.equal(DenseKernel(LIBRARY, 2)(q, k, v, 0.2), one)
-    head_by_head = [x.contiguous() for x in (q, k, v)]
-    assert torch.equal(DenseKernel(LIBRARY, 1)(*head_by_head, 0.2), one)
-    wide = [torch.cat([x, x], 3)[..., ::2] for x in (q, k, v)]
-    assert [x.stride(3) for x in wide] == [2, 2, 2]
-    dense = [x.contiguous() for x in wide]
-    wanted = DenseKernel(LIBRARY, 1)(*dense, 0.2)
-    assert torch.equal(DenseKernel(LIBRARY, 1)(*wide, 0.2), wanted)
+    assert torch.equal(kernel(q.contiguous(), k.contiguous(), v.contiguous(), 0.2), one)
+    q, k, v = (torch.cat([x, x], 3)[..., ::2] for x in (q, k, v))
+    assert q.stride(3) == k.stride(3) == v.stride(3) == 2
+    wanted = kernel(q.contiguous(), k.contiguous(), v.contiguous(), 0.2)
+    assert torch.equal(kernel(q, k, v, 0.2), wanted)
 
 
 def test_values_of_another_size_and_nan_stay_where_they_are() -> None:

@@ -39,8 +39,8 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "outer": ("norm1", "layer_norm1"),
     "inner": ("norm2", "layer_norm2"),
 }
-_LINEARS: Final = ("q", "k", "v", "o", "gate", "up", "down")
-_NORMS: Final = ("outer", "inner")
+_LINEARS: Final[Sequence[str]] = ("q", "k", "v", "o", "gate", "up", "down")
+_NORMS: Final[Sequence[str]] = ("outer", "inner")
 _OPTIONAL: Final = frozenset({"k", "v", "gate"})
 
 _PROBE_STARTS: Final = (0, 9, 24)
