@@ -11,42 +11,38 @@ constexpr float LEAST = -1e30f;  // less than any score; finite, for differences
 
 typedef __m512 (*Lanes)[2];  // [row][half]: 32 queries
 
-// Weights of scores, the largest of which is top: exp((score - top) * l.scale) is this with
-// scale * log2(e).
-inline __m512 weight_of(__m512 score, __m512 top, __m512 scale) {
-  return exp2_of(_mm512_fmsub_ps(score, scale, _mm512_mul_ps(top, scale)));
-}
+// The weight of a score, the largest of which is `top`: exp((score - top) * l.scale), where
+// scale = exponent_scale(l.scale) and offset = top * scale.
 inline __m512 exponent_scale(float scale) { return _mm512_set1_ps(scale * 1.44269504f); }
-
-// Adds pairs of bfloat16 to float.
-inline __m512 add_pairs(__m512 sum, __m512i pairs) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi16(0x3f80));
+inline __m512 weight_of(__m512 score, __m512 offset, __m512 scale) {
+  return exp2_of(_mm512_fmsub_ps(score, scale, offset));
 }
 
-// Scores [count] of 32 queries to weights, rounded, pairs of keys [count/2][32][2], which may
-// begin where the scores do. Adds them to total. count is even.
+// Two vectors of float to pairs of bfloat16: {a[0], b[0], a[1], b[1], ...}.
+inline __m512i pairs_of(__m512 a, __m512 b) {
+  const __m512i index = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
+                                         8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(index, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+}
+
+// Scores [count] of 32 queries to weights, pairs of keys [count/2][32][2], which may begin
+// where the scores do. sums: of the weights of even and of odd keys, in order. count is even.
 inline void weigh(const Lanes scores, int64_t count, const __m512* top, __m512 scale,
-                  bf16* weights, __m512* total) {
-  static const struct Index {
-    alignas(64) uint16_t pairs[32];
-    Index() {
-      for (int i = 0; i < 32; ++i) pairs[i] = uint16_t(i / 2 + i % 2 * 16);
-    }
-  } index;
-  const __m512i pairs = _mm512_load_si512(index.pairs);
-  __m512 sum[2] = {total[0], total[1]};
+                  bf16* weights, __m512 (*sums)[2]) {
+  __m512 even[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, odd[2] = {even[0], even[1]};
+  const __m512 offset[2] = {_mm512_mul_ps(top[0], scale), _mm512_mul_ps(top[1], scale)};
   for (int64_t key = 0; key < count; key += 2) {
     __m512i both[2];
     for (int half = 0; half < 2; ++half) {
-      const __m512 a = weight_of(scores[key][half], top[half], scale);
-      const __m512 b = weight_of(scores[key + 1][half], top[half], scale);
-      both[half] = _mm512_permutexvar_epi16(pairs, (__m512i)_mm512_cvtne2ps_pbh(b, a));
-      sum[half] = add_pairs(sum[half], both[half]);
+      const __m512 a = weight_of(scores[key][half], offset[half], scale);
+      const __m512 b = weight_of(scores[key + 1][half], offset[half], scale);
+      even[half] = _mm512_add_ps(even[half], a), odd[half] = _mm512_add_ps(odd[half], b);
+      both[half] = pairs_of(a, b);
     }
     _mm512_store_si512(weights + key * PANEL, both[0]);
     _mm512_store_si512(weights + key * PANEL + 32, both[1]);
   }
-  total[0] = sum[0], total[1] = sum[1];
+  for (int half = 0; half < 2; ++half) sums[half][0] = even[half], sums[half][1] = odd[half];
 }
 
 // Values a and b (or zeros) of two neighbouring keys, [e] each, to pairs: one to each tile,

@@ -7,7 +7,7 @@
 //
 // Both do the same operations on a row in the same order, which depend on the number of
 // keys that it sees, alone: products are chains over the head size and over pairs of keys
-// in order, so is the sum of the weights, and keys that a neighbour sees but this row
+// in order, so are the sums of weights, of even and odd keys apart, and keys that a neighbour sees but this row
 // doesn't add exact zeros. So its bits are the same in every batch and chunk.
 #include "attention.h"
 

@@ -143,12 +143,14 @@ class Task {
           top[half] = _mm512_max_ps(scores[key + j][half], top[half]);
     }
     if (count % 2) scores[count][0] = scores[count][1] = _mm512_set1_ps(LEAST);
+    __m512 sums[2][2];
+    weigh(scores, (count + 1) / 2 * 2, top, scale, weights, sums);
     for (int half = 0; half < 2; ++half) {
-      shrink[half] = weight_of(p.top[half], top[half], scale);
+      shrink[half] = weight_of(p.top[half], _mm512_mul_ps(top[half], scale), scale);
       p.top[half] = top[half];
-      p.total[half] = _mm512_mul_ps(p.total[half], shrink[half]);
+      const __m512 sum = _mm512_add_ps(sums[half][0], sums[half][1]);
+      p.total[half] = _mm512_fmadd_ps(p.total[half], shrink[half], sum);
     }
-    weigh(scores, (count + 1) / 2 * 2, p.top, scale, weights, p.total);
     for (int64_t t = 0; t < tiles.count; ++t) {
       const Lanes mixed = p.mixed + tiles.start(t);
       for (int j = 0; j < tiles.height(t); ++j)

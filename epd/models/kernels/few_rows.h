@@ -29,8 +29,9 @@ inline void weigh_row(float* score, int64_t n, __m512 scale) {
   for (int64_t j = 0; j < n; j += 16)
     largest = _mm512_max_ps(_mm512_loadu_ps(score + j), largest);
   const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+  const __m512 offset = _mm512_mul_ps(top, scale);
   for (int64_t j = 0; j < n; j += 16)
-    _mm512_storeu_ps(score + j, weight_of(_mm512_loadu_ps(score + j), top, scale));
+    _mm512_storeu_ps(score + j, weight_of(_mm512_loadu_ps(score + j), offset, scale));
 }
 
 class FewRows : Rows {
@@ -87,29 +88,32 @@ class FewRows : Rows {
     }
   }
 
-  // The block's weights of one tile as pairs of keys [16][height]; adds them to total, which
-  // has a row in each lane.
+  // The block's weights of one tile as pairs of keys [16][height]; adds them to the sums of
+  // even and of odd keys, which have a row in each lane.
   void pack_weights(const float* score, int64_t tile, int64_t offset, int32_t* out,
-                    __m512* total) const {
+                    __m512* sums) const {
     const int m = tiles.height(tile);
-    __m512i x[16];
-    for (int j = 0; j < 16; ++j) {
-      const float* w = score + (tiles.start(tile) + std::min(j, m - 1)) * width + offset;
-      x[j] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(w + 16), _mm512_loadu_ps(w));
-    }
-    transpose(x);
     const __mmask16 there = __mmask16((1u << m) - 1);
-    for (int p = 0; p < 16; ++p) {
-      _mm512_mask_storeu_epi32(out + p * m, there, x[p]);
-      *total = add_pairs(*total, x[p]);
+    for (int first = 0; first < KEYS; first += 16, out += 8 * m) {
+      __m512i x[16];
+      for (int j = 0; j < 16; ++j) {
+        const int64_t row = tiles.start(tile) + std::min(j, m - 1);
+        x[j] = _mm512_loadu_si512(score + row * width + offset + first);
+      }
+      transpose(x);
+      for (int p = 0; p < 8; ++p) {
+        const __m512 a = (__m512)x[2 * p], b = (__m512)x[2 * p + 1];
+        sums[0] = _mm512_add_ps(sums[0], a), sums[1] = _mm512_add_ps(sums[1], b);
+        _mm512_mask_storeu_epi32(out + p * m, there, pairs_of(a, b));
+      }
     }
   }
 
   void mix(const float* score) const {
-    const Lanes sum = (Lanes)memory_for<float, 4>(rows * panels * 32);  // [panel][row]
-    for (int64_t i = 0; i < rows * panels; ++i) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
-    float* total = memory_for<float, 2>(tiles.count * 16);
-    for (int64_t i = 0; i < tiles.count * 16; ++i) total[i] = 0;
+    const Lanes mixed = (Lanes)memory_for<float, 4>(rows * panels * 32);  // [panel][row]
+    for (int64_t i = 0; i < rows * panels; ++i) mixed[i][0] = mixed[i][1] = _mm512_setzero_ps();
+    float* sums = memory_for<float, 2>(tiles.count * 32);  // [tile]{16 of even keys, 16 of odd}
+    for (int64_t i = 0; i < tiles.count * 32; ++i) sums[i] = 0;
     bf16* packed = memory_for<bf16, 5>(panels * KEYS * 32);
     for (int64_t start = begin; start < end; start += KEYS) {
       const bf16* row[KEYS];
@@ -117,20 +121,21 @@ class FewRows : Rows {
       pack_values(row, l.e, packed);
       for (int64_t t = 0; t < tiles.count; ++t) {
         int32_t pair[KEYS / 2 * MAX_ROWS];
-        pack_weights(score, t, start - begin, pair, (__m512*)total + t);
+        pack_weights(score, t, start - begin, pair, (__m512*)sums + 2 * t);
         for (int64_t p = 0; p < panels; ++p)
           MULTIPLY<Fetch::none>[tiles.height(t)](pair, packed + p * KEYS * 32, KEYS / 2, nullptr,
-                                                 sum + p * rows + tiles.start(t));
+                                                 mixed + p * rows + tiles.start(t));
       }
     }
     for (int64_t t = 0; t < tiles.count; ++t)
-      for (int j = 0; j < tiles.height(t); ++j) write_row(tiles.start(t) + j, total[t * 16 + j], sum);
+      for (int j = 0; j < tiles.height(t); ++j)
+        write_row(tiles.start(t) + j, sums[t * 32 + j] + sums[t * 32 + 16 + j], mixed);
   }
 
-  void write_row(int64_t row, float total, const Lanes sum) const {
+  void write_row(int64_t row, float total, const Lanes mixed) const {
     const __m512 by = _mm512_set1_ps(1.0f / total);
     for (int64_t p = 0; p < panels; ++p) {
-      const __m512* x = sum[p * rows + row];
+      const __m512* x = mixed[p * rows + row];
       const __m512bh y = _mm512_cvtne2ps_pbh(_mm512_mul_ps(x[1], by), _mm512_mul_ps(x[0], by));
       _mm512_mask_storeu_epi16(out(row) + p * 32, lanes32(l.e - p * 32), (__m512i)y);
     }

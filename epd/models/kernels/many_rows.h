@@ -18,8 +18,10 @@ class ManyRows : Rows {
     for (int64_t start = begin; start < end; start += BLOCK) score_block(queries, start);
     Lanes total = (Lanes)memory_for<float, 14>(panels * PANEL);
     for (int64_t i = 0; i < panels; ++i) {
-      total[i][0] = total[i][1] = _mm512_setzero_ps();
-      weigh(scores + i * width, 2 * key_pairs(i), top[i], scale, weights(i), total[i]);
+      __m512 sums[2][2];
+      weigh(scores + i * width, 2 * key_pairs(i), top[i], scale, weights(i), sums);
+      for (int half = 0; half < 2; ++half)
+        total[i][half] = _mm512_add_ps(sums[half][0], sums[half][1]);
     }
     mix(total);
   }
