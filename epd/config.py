@@ -184,6 +184,8 @@ class LimitsConfig(_Section):
     max_aspect_ratio: float = Field(200.0, ge=1)
     max_body_bytes: int = Field(64 << 20, ge=1)
     max_messages: int = Field(1024, ge=1)
+    max_parts: int = Field(4096, ge=1)
+    """Content parts and tool calls of all messages together."""
     max_stop_strings: int = Field(16, ge=1)
     max_stop_length: int = Field(256, ge=1)
     max_top_logprobs: int = Field(20, ge=0)
@@ -192,6 +194,10 @@ class LimitsConfig(_Section):
     max_choices: int = Field(16, ge=1, le=128)
     """`n`: answers to one prompt. Each takes a place in decode of its own."""
     max_tools: int = Field(128, ge=0)
+    max_tools_bytes: int = Field(1 << 20, ge=1)
+    """Descriptions and schemas of all tools together; the prompt holds them."""
+    max_token_ids: int = Field(4096, ge=1)
+    """Entries of `logit_bias`, or of `stop_token_ids`."""
     max_guided_choices: int = Field(1024, ge=1)
     default_max_tokens: int = Field(256, ge=1)
     max_inflight: int = Field(256, ge=1)
@@ -232,7 +238,12 @@ class GatewayConfig(_ProcessSection):
     header_workers: int = Field(2, ge=1)
     """Processes that read the headers of picture files."""
     preprocess_workers: int = Field(1, ge=0)
-    """Processes that count image tokens; 0: in the gateway's own process."""
+    """Processes that build prompts; 0: in the gateway's own process, without the two bounds
+    that follow."""
+    prompt_cpu_s: float = Field(20.0, gt=0)
+    """CPU time that building one prompt may take (its text, tools, pictures' sizes)."""
+    prompt_mib: int = Field(1024, ge=64)
+    """Memory that building one prompt may take."""
     api_keys: tuple[str, ...] = Field((), repr=False)
     """Bearer tokens that may call; none: anybody may. Better from a file or the
     environment than from a flag, which other users of the machine can see."""

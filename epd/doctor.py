@@ -215,8 +215,11 @@ def _checkpoint(config: Config) -> Finding:
 
     path = config.model.path
     try:
+        from epd.models.files import require_config, require_processor
         from epd.models.spec import read_spec
 
+        require_config(path)
+        require_processor(path)
         spec = read_spec(path, config.model.dtype)
     except EpdError as error:  # it names the folder, or the file
         return Finding("checkpoint", Level.MISSING, error.message)

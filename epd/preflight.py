@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable
 from contextlib import ExitStack
-from pathlib import Path
 
 from epd.config import Config, GatewayConfig, WorkerConfig
 from epd.errors import EpdError, invalid
@@ -24,8 +23,9 @@ def check(config: Config, ports: Iterable[Port], *, gateway: bool, worker: bool)
     """Return if a gateway, a worker, or both may work, as far as files and `ports` tell.
 
     Raises:
-        EpdError: a port is taken, the weights are missing or damaged, Mooncake's build is
-            missing or the wrong one, or certificates are; it names the setting.
+        EpdError: a port is taken, a file of the checkpoint is missing or damaged, Mooncake's
+            build is missing or the wrong one, or certificates are; it names the setting, or
+            the file.
     """
     for _, problem in tried(ports):
         if problem:
@@ -87,11 +87,12 @@ def why_not(host: str, port: int, error: OSError) -> str:
 
 
 def _require_checkpoint(path: str) -> None:
+    from epd.models.files import require_config, require_processor
     from epd.models.weights import weight_files
 
-    if not (file := Path(path) / "config.json").is_file():
-        raise invalid(f"{file}: is missing, so this is no checkpoint", "model.path")
+    require_config(path)
     weight_files(path)
+    require_processor(path)
 
 
 def _require_own(key: str, host: str) -> None:

@@ -95,8 +95,7 @@ def _be_a_worker(channel: socket.socket, work: Work, task: Mapping[str, Any]) ->
 
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    memory = _own_memory() + int(task["memory_bytes"])
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    allow_memory(int(task["memory_bytes"]))
     code = 0
     try:
         while True:
@@ -116,7 +115,7 @@ def _serve(
 ) -> None:
     from epd.errors import EpdError
 
-    _allow_cpu(cpu_s)
+    allow_cpu(cpu_s)
     buffers: Sequence[Buffer] = ()
     try:
         answer, buffers = work(head, body)
@@ -147,7 +146,13 @@ def _reply(channel: socket.socket, answer: Mapping[str, Any], buffers: Sequence[
         os.close(fd)
 
 
-def _allow_cpu(seconds: float) -> None:
+def allow_memory(more: int) -> None:
+    """From now on this process may have so many bytes more of its own than it has."""
+    memory = _own_memory() + more
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+
+
+def allow_cpu(seconds: float) -> None:
     """The kernel kills this process after so much more CPU time, whatever code it is in."""
     used = math.ceil(time.process_time() + seconds)
     resource.setrlimit(resource.RLIMIT_CPU, (used, resource.RLIM_INFINITY))

@@ -1,4 +1,4 @@
-"""Who may call, and how much: API keys, limits for each key, the access log.
+"""Who may call, and how much: API keys, and limits for each key.
 
 The same for HTTP and gRPC: a bearer token. Without configured keys everybody may call,
 and all are one caller as far as limits go.
@@ -21,11 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from epd.config import GatewayConfig
 from epd.errors import EpdError, ErrorKind
 from epd.obs import metrics
+from epd.rpc.status import internal
+from gateway.access_log import OPEN_PATHS
 from gateway.outcomes import STAGE, count
 
 _log = logging.getLogger(__name__)
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
-"""For probes and scrapers, which have no keys."""
 ANSWER_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 """Requests here are counted by how they end (`gateway.outcomes`)."""
 _SALT = b"epd tenant salt 1"
@@ -127,63 +127,58 @@ def _caller(key: str, budget: float, now: float) -> Caller:
 
 
 class AccessControl:
-    """ASGI: admits HTTP requests and writes one line about each, without contents."""
+    """ASGI: admits HTTP requests. What fails below without an answer is answered here.
+
+    `scope["state"]` gets the key's name for the log, and the salt of its cache entries.
+    """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started = time.monotonic()
-        status = 0
+        begun = False
 
         async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
+            nonlocal begun
+            begun = True
             await send(message)
 
-        name = "?"
         try:
-            with self._admitted(scope) as caller:
-                name = caller.name
-                scope.setdefault("state", {})["salt"] = caller.salt
+            with self._admitted(scope):
                 await self._app(scope, receive, watched)
         except EpdError as error:
-            metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
-            if scope["path"] in ANSWER_PATHS:
+            if scope["path"] in ANSWER_PATHS and scope["method"] == "POST":
                 count("refused")
-            await _refuse(error, watched)
-        finally:
-            write_line(scope["method"], scope["path"], status, started, name)
+            await _refuse(error, send)
+        except Exception as error:
+            if begun:
+                raise
+            _log.error("unforeseen", exc_info=error)
+            await _refuse(internal(scope["state"]["request_id"]), send)
 
     @contextmanager
-    def _admitted(self, scope: Scope) -> Iterator[Caller]:
+    def _admitted(self, scope: Scope) -> Iterator[None]:
+        if scope["path"] in OPEN_PATHS:
+            yield
+            return
         headers: Mapping[bytes, bytes] = dict(scope["headers"])
         authorization = headers.get(b"authorization", b"").decode("latin-1")
+        state = scope["state"]
         if scope["method"] == "POST":
             with self._access.admit(authorization) as caller:
-                yield caller
+                state["key"], state["salt"] = caller.name, caller.salt
+                yield
         else:
-            yield self._access.identify(authorization)
-
-
-def write_line(method: str, path: str, status: int | str, started: float, name: str) -> None:
-    """One call in the access log. `started` is of `time.monotonic`; `name` is the key's."""
-    extra = {
-        "method": method,
-        "path": path,
-        "status": status,
-        "ms": round((time.monotonic() - started) * 1e3, 1),
-        "key": name,
-    }
-    _log.info("access", extra=extra)
+            state["key"] = self._access.identify(authorization).name
+            yield
 
 
 async def _refuse(error: EpdError, send: Send) -> None:
+    metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
     headers = [(b"content-type", b"application/json")]
     if error.retry_after_s is not None:
         seconds = max(1, math.ceil(error.retry_after_s))

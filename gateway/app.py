@@ -22,17 +22,14 @@ from epd import __version__
 from epd.config import LimitsConfig
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
-from epd.obs import logs, metrics
-from epd.rpc.status import internal
+from epd.obs import metrics
 from gateway.budget import Hold
 from gateway.chat import Answer, ChatService
 from gateway.completions import CompletionEncoder, parse_completion
-from gateway.ids import client_id_headers, new_request_id
 from gateway.openai import Encoder
 from gateway.openapi import OPENAPI
 from gateway.outcomes import STAGE, ClientGone, beginning, typed
 from gateway.responses import (
-    AnswerEncoder,
     Begun,
     EventStream,
     cancel,
@@ -55,18 +52,19 @@ def build_app(service: ChatService, vocab_size: int, fingerprint: str) -> FastAP
     started = int(time.time())
 
     async def chat_completions(request: Request) -> Response:
-        return await _answer(request, "chatcmpl", service, partial(_chat, vocab_size))
+        return await _answer(request, service, partial(_chat, vocab_size))
 
     async def completions(request: Request) -> Response:
-        return await _answer(request, "cmpl", service, partial(_completion, vocab_size))
+        return await _answer(request, service, partial(_completion, vocab_size))
 
     async def responses(request: Request) -> Response:
-        return await _answer(request, "resp", service, partial(_response, vocab_size))
+        return await _answer(request, service, partial(_response, vocab_size))
 
     async def tokenize_route(request: Request) -> Response:
         with service.budget.hold() as hold, service.receiving():
             body = await _read(request, service, hold)
-            return _json(await tokenize(service, body, vocab_size, hold))
+            work = tokenize(service, body, vocab_size, request.state.request_id, hold)
+            return _json(await unless_gone(request.receive, work))
 
     async def detokenize_route(request: Request) -> Response:
         with service.budget.hold() as hold, service.receiving():
@@ -196,18 +194,8 @@ async def _read(request: Request, service: ChatService, hold: Hold) -> bytes:
     return await read_body(request, limit, within_s, hold)
 
 
-async def _answer(request: Request, prefix: str, service: ChatService, form: Form) -> Response:
-    request_id = request.state.request_id = new_request_id(prefix)
-    with logs.bind(request_id):
-        said = request.headers.get("x-request-id", "")
-        headers = {"x-request-id": request_id, **client_id_headers(said)}
-        request.state.ids = headers
-        return await _answered(request, request_id, service, form, headers)
-
-
-async def _answered(
-    request: Request, request_id: str, service: ChatService, form: Form, headers: dict[str, str]
-) -> Response:
+async def _answer(request: Request, service: ChatService, form: Form) -> Response:
+    request_id = request.state.request_id
     with service.budget.hold() as hold:
         with beginning(), service.receiving():
             body = await _read(request, service, hold)
@@ -218,14 +206,13 @@ async def _answered(
             begun = asyncio.create_task(_begin(service, call, request_id, hold, encoding))
             begun.add_done_callback(partial(_release, hold))
             hold.keep()
-            return await _stream(request, begun, service, encoding, headers)
+            return await _stream(request, begun, service, encoding)
         answer = await unless_gone(request.receive, service.open(call, request_id, hold))
         try:
-            encoder = encoding(answer, service.model, service.vocabulary)
-            content = await unless_gone(request.receive, _whole(answer, encoder))
+            content = await unless_gone(request.receive, _whole(answer, encoding, service))
         finally:
             answer.cancel()
-    return Response(content, media_type="application/json", headers=headers)
+    return Response(content, media_type="application/json")
 
 
 def _release(hold: Hold, begun: asyncio.Task[Begun]) -> None:
@@ -259,7 +246,6 @@ async def _stream(
     begun: asyncio.Task[Begun],
     service: ChatService,
     encoding: type[AnswerForm],
-    headers: dict[str, str],
 ) -> EventStream:
     """Until there is output, a fault still gets a status of its own instead of an event;
     but no longer than a client may be left without a sign."""
@@ -278,13 +264,16 @@ async def _stream(
         await give_up(begun)
         raise
     within_s = service.config.limits.request_deadline_s
-    return EventStream(begun, left, encoding.refused, ping_s, within_s, headers)
+    return EventStream(begun, left, encoding.refused, ping_s, within_s)
 
 
-async def _whole(answer: Answer, encoder: AnswerEncoder) -> bytes:
+async def _whole(answer: Answer, encoding: type[AnswerForm], service: ChatService) -> bytes:
     with answer.served():
+        encoder = encoding(answer, service.model, service.vocabulary)
         parts = [part async for part in answer.parts()]
-        return encoder.whole(parts)
+        content = encoder.whole(parts)
+    answer.finish()
+    return content
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:
@@ -294,13 +283,11 @@ def _json(body: dict[str, Any], status: int = 200) -> Response:
 # --- errors --------------------------------------------------------------------------
 
 
-def error_response(error: EpdError, request: Request) -> Response:
+def error_response(error: EpdError) -> Response:
     """OpenAI's error object with the table's status."""
-    headers: dict[str, str] = dict(getattr(request.state, "ids", {}))
-    if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     response = _json(error.openai_body(), error.mapping.http_status)
-    response.headers.update(headers)
+    if error.retry_after_s is not None:
+        response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     return response
 
 
@@ -310,13 +297,12 @@ def _add_error_handlers(app: FastAPI) -> None:
         metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
         level = logging.INFO if error.mapping.users_fault else logging.WARNING
         extra = {"kind": str(error.kind), "param": error.param}
-        with logs.bind(getattr(request.state, "request_id", "")):
-            _log.log(level, "refused: %s", error.message, extra=extra)
-        return error_response(error, request)
+        _log.log(level, "refused: %s", error.message, extra=extra)
+        return error_response(error)
 
     async def on_client_gone(request: Request, error: Exception) -> Response:
         _log.info("the client is gone")
-        return error_response(EpdError(ErrorKind.CANCELLED, "the client is gone"), request)
+        return error_response(EpdError(ErrorKind.CANCELLED, "the client is gone"))
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, StarletteHTTPException)
@@ -327,15 +313,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    async def on_fault(request: Request, error: Exception) -> Response:
-        metrics.ERRORS.labels(STAGE, str(ErrorKind.INTERNAL)).inc()
-        request_id = getattr(request.state, "request_id", "")
-        with logs.bind(request_id):
-            _log.error("unforeseen", exc_info=error)
-        return error_response(internal(request_id), request)
-
     app.add_exception_handler(EpdError, on_epd_error)
     app.add_exception_handler(ClientGone, on_client_gone)
     app.add_exception_handler(StarletteHTTPException, on_http_error)
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(Exception, on_fault)

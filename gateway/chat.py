@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import FinishReason
-from epd.obs import logs, metrics
+from epd.obs import metrics
 from epd.text.output import OutputText, Piece, TextToken
 from epd.text.vocabulary import Vocabulary
 from gateway.budget import Budget, Hold
@@ -102,9 +102,9 @@ class ChatService:
         try:
             async with asyncio.timeout_at(deadline):
                 visit = await self.door.enter(call.salt)
-                timeline.begin("plan")
-                request = await self.preparer.plan(call, request_id, hold)
-                timeline.end("plan")
+            timeline.begin("plan")
+            request = await self.plan(call, request_id, hold, deadline)
+            timeline.end("plan")
             run = self.pipeline.start(request, deadline, timeline)
         except BaseException as error:
             self.inflight -= 1
@@ -121,6 +121,22 @@ class ChatService:
             answer.cancel()
             raise
         return answer
+
+    async def plan(
+        self, call: ChatCall, request_id: str, hold: Hold, deadline: float | None = None
+    ) -> PlannedRequest:
+        """What the stages would be asked; none is. `deadline` is on the loop's clock.
+
+        Raises:
+            EpdError: the user's fault, or the deadline has passed.
+        """
+        longest = asyncio.get_running_loop().time() + self.config.limits.request_deadline_s
+        try:
+            async with asyncio.timeout_at(longest if deadline is None else deadline):
+                return await self.preparer.plan(call, request_id, hold)
+        except TimeoutError:
+            reason = "the request's deadline has passed"
+            raise EpdError(ErrorKind.DEADLINE_EXCEEDED, reason) from None
 
     def check_model(self, name: str) -> None:
         """Raises EpdError for another model than ours; an empty name is none."""
@@ -182,7 +198,8 @@ class Answer:
         self._begun = False
         """Accepted; until then `ChatService.open` knows how it ended."""
         self._fault: EpdError | None = None
-        """Unless it is whole, or ends with a fault."""
+        self._handed_over = False
+        self._counted = False
         self._texts = [
             OutputText(
                 service.tokenizer,
@@ -292,40 +309,58 @@ class Answer:
         if len(self._reasons) == len(self._texts):
             self.timeline.end("decode")
             self.reason = self._reasons[0]
-            self.cancel("the output is complete")
+            self._let_go("the output is complete")
         elif self._complete(choice):
             self._run.stop(choice)
         called = parser is not None and parser.called and reason is FinishReason.STOP
         yield Part(choice, reason=reason, called=called)
 
+    def finish(self) -> None:
+        """All of it was handed over: only now it has ended well, and `cancel` does nothing
+        more."""
+        self._handed_over = True
+        self.cancel("the output is complete")
+
     def cancel(self, reason: str = "the client is gone") -> None:
-        """Let go of everything; stages tear down in the background. Idempotent."""
+        """Let go of everything, and count how it ended; stages tear down in the background.
+        Idempotent."""
+        if self._fault is not None:
+            reason = str(self._fault.kind)  # nobody left: the answer failed
+        self._let_go(reason)
+        if self._counted:
+            return
+        self._counted = True
+        if self._begun:
+            count(self._outcome())
+        _log.info(
+            "answer ended",
+            extra={
+                "outcome": str(self.reason if self._handed_over else reason),
+                "prompt_tokens": len(self._request.token_ids),
+                "completion_tokens": self.usage.completion,
+            },
+        )
+
+    def _outcome(self) -> str:
+        if self._fault is not None:
+            return outcome_of(self._fault)
+        return "ok" if self._handed_over else "cancelled"
+
+    def _let_go(self, reason: str) -> None:
+        """Of stages, bytes and this request's place: already when the output is complete,
+        however long its last words then take to the client."""
         if not self._open:
             return
         self._open = False
-        if self._fault is not None:
-            reason = str(self._fault.kind)  # nobody left: the answer failed
         self._run.cancel(reason)
         self._hold.release()
         self._visit.end(
             given_up=self.reason is None and self._fault is None, answered=self.reason is not None
         )
         self._service.inflight -= 1
-        if self._begun:
-            outcome = "cancelled" if self._fault is None else outcome_of(self._fault)
-            count("ok" if self.reason is not None else outcome)
         for phase in self.timeline.phases:
             name = phase.name.partition("[")[0]
             metrics.PHASE_SECONDS.labels(STAGE, name).observe(phase.duration_ms / 1e3)
-        with logs.bind(self.request_id):  # the server's task of a stream knows no request
-            _log.info(
-                "answer ended",
-                extra={
-                    "outcome": str(self.reason or reason),
-                    "prompt_tokens": len(self._request.token_ids),
-                    "completion_tokens": self.usage.completion,
-                },
-            )
 
 
 def _part(choice: int, deltas: Sequence[Delta], tokens: tuple[TextToken, ...]) -> Part:

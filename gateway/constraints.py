@@ -11,7 +11,7 @@ import orjson
 from epd.config import LimitsConfig
 from epd.errors import too_many
 from epd.jobs import Grammar, GrammarKind
-from gateway.fields import Fields
+from gateway.fields import Fields, as_json
 
 _ANY_OBJECT = '{"type":"object"}'
 
@@ -62,7 +62,7 @@ def schema_text(fields: Fields, name: str, value: Any) -> str:
     """A JSON Schema as compact JSON."""
     if not isinstance(value, Mapping):
         raise fields.wrong(name, "must be a JSON Schema (an object)")
-    return orjson.dumps(value).decode()
+    return as_json(value, fields.param(name))
 
 
 def _response_format(fields: Fields, limits: LimitsConfig) -> Constraint | None:
@@ -130,4 +130,6 @@ def _guided_choice(fields: Fields, limits: LimitsConfig) -> Constraint | None:
         raise fields.wrong("guided_choice", reason)
     if not all(isinstance(choice, str) and choice for choice in value):
         raise fields.wrong("guided_choice", "must hold strings that are not empty")
+    if (size := sum(map(len, value))) > limits.max_grammar_bytes:
+        raise too_many(fields.param("guided_choice"), size, limits.max_grammar_bytes, "characters")
     return Constraint(choice_grammar(value), fields.param("guided_choice"))

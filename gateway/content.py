@@ -6,7 +6,7 @@ Only typed content parts are images; strings are strings. Parts keep their order
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -14,7 +14,7 @@ import orjson
 from epd.config import LimitsConfig
 from epd.errors import invalid, too_many
 from epd.text.messages import ChatMessage, ImagePart, TextPart, ToolCall
-from gateway.fields import Fields, kind_of
+from gateway.fields import Fields, as_json, kind_of
 
 # "developer" is OpenAI's newer name of the system role; checkpoints know "system".
 _ROLES = {
@@ -60,6 +60,27 @@ class Conversation:
     images: tuple[ImageSource, ...]
 
 
+@dataclass(slots=True)
+class Reading:
+    """What was read of a request's messages so far."""
+
+    limits: LimitsConfig
+    images: list[ImageSource] = field(default_factory=list)
+    calls: set[str] = field(default_factory=set)
+    """Ids of the calls in the messages before."""
+    parts: int = 0
+
+    def count(self, more: int, param: str) -> None:
+        """Before so many parts or calls are looked at.
+
+        Raises:
+            EpdError: there are too many by now.
+        """
+        self.parts += more
+        if self.parts > (most := self.limits.max_parts):
+            raise too_many(param, self.parts, most, "parts and calls of all messages")
+
+
 def read_messages(value: Any, limits: LimitsConfig) -> Conversation:
     """Check and translate ``messages``.
 
@@ -71,10 +92,9 @@ def read_messages(value: Any, limits: LimitsConfig) -> Conversation:
         raise invalid(f"messages: {what}", "messages")
     if len(value) > limits.max_messages:
         raise too_many("messages", len(value), limits.max_messages, "messages")
-    images: list[ImageSource] = []
-    known: set[str] = set()
-    messages = [_message(item, f"messages[{i}]", images, known) for i, item in enumerate(value)]
-    return conversation(messages, images, limits)
+    so_far = Reading(limits)
+    messages = [_message(item, f"messages[{i}]", so_far) for i, item in enumerate(value)]
+    return conversation(messages, so_far.images, limits)
 
 
 def conversation(
@@ -94,26 +114,23 @@ def _says_something(message: ChatMessage) -> bool:
     return any(isinstance(part, ImagePart) or part.text.strip() for part in message.parts)
 
 
-def _message(
-    value: Any, path: str, images: list[ImageSource], known_calls: set[str]
-) -> ChatMessage:
-    """`known_calls`: ids of the calls in the messages before."""
+def _message(value: Any, path: str, so_far: Reading) -> ChatMessage:
     fields = Fields(value, path)
     role = fields.required_string("role")
     if role not in _ROLES:
         raise fields.wrong("role", f"{role!r} is not supported; one of {', '.join(_ROLES)}")
     content = fields.take("content")
-    calls = _tool_calls(fields, known_calls) if role == "assistant" else ()
-    if role == "tool" and fields.required_string("tool_call_id") not in known_calls:
+    calls = _tool_calls(fields, so_far) if role == "assistant" else ()
+    if role == "tool" and fields.required_string("tool_call_id") not in so_far.calls:
         raise fields.wrong("tool_call_id", "no message before has a call of this id")
     fields.refuse(_NOT_SERVED, "is not supported")
     fields.done()
-    parts = _content(content, f"{path}.content", images, optional=bool(calls))
+    parts = _content(content, f"{path}.content", so_far, optional=bool(calls))
     return ChatMessage(_ROLES[role], parts, calls)
 
 
 def _content(
-    content: Any, where: str, images: list[ImageSource], optional: bool
+    content: Any, where: str, so_far: Reading, optional: bool
 ) -> tuple[TextPart | ImagePart, ...]:
     if content is None and optional:
         return ()
@@ -123,11 +140,13 @@ def _content(
     if not isinstance(content, list):
         what = "is missing" if content is None else f"is {kind_of(content)}"
         raise invalid(f"{where}: must be a string or an array of parts, {what}", where)
-    return tuple(_part(item, f"{where}[{j}]", images) for j, item in enumerate(content))
+    so_far.count(len(content), where)
+    return tuple(_part(item, f"{where}[{j}]", so_far.images) for j, item in enumerate(content))
 
 
-def _tool_calls(fields: Fields, known: set[str]) -> tuple[ToolCall, ...]:
-    calls = fields.array("tool_calls") or ()
+def _tool_calls(fields: Fields, so_far: Reading) -> tuple[ToolCall, ...]:
+    calls, known = fields.array("tool_calls") or (), so_far.calls
+    so_far.count(len(calls), fields.param("tool_calls"))
     return tuple(
         _tool_call(item, fields.param(f"tool_calls[{i}]"), known) for i, item in enumerate(calls)
     )
@@ -150,13 +169,14 @@ def _tool_call(value: Any, path: str, known: set[str]) -> ToolCall:
 
 
 def check_arguments(arguments: str, where: str) -> None:
-    """Raises EpdError unless they are a JSON object."""
+    """Raises EpdError unless they are a JSON object, and one that templates can write again."""
     try:
         parsed = orjson.loads(arguments)
     except orjson.JSONDecodeError as error:
         raise invalid(f"{where}: is no JSON: {error}", where) from error
     if not isinstance(parsed, dict):
         raise invalid(f"{where}: must be a JSON object", where)
+    as_json(parsed, where)
 
 
 def _part(value: Any, path: str, images: list[ImageSource]) -> TextPart | ImagePart:

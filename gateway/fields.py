@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from epd.errors import EpdError, invalid
 
 
@@ -93,6 +95,18 @@ class Fields:
         if self._left:
             name = next(iter(self._left))
             raise self.wrong(name, "is unknown")
+
+
+def as_json(value: Any, param: str) -> str:
+    """A value of the request as compact JSON.
+
+    Raises:
+        EpdError: it is nested deeper than anything here can write (about 250 levels).
+    """
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError as error:
+        raise invalid(f"{param}: is nested too deeply", param) from error
 
 
 def kind_of(value: Any) -> str:

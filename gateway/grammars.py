@@ -79,7 +79,7 @@ class GrammarChecker:
         """Return if it can be served.
 
         Raises:
-            EpdError: INVALID_REQUEST naming `param`; OVERLOADED when too many wait.
+            EpdError: INVALID_REQUEST naming `param`; STAGE_UNAVAILABLE, no process for it.
         """
         try:
             await self._sandbox.run({"kind": str(grammar.kind)}, grammar.text.encode())

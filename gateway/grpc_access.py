@@ -1,4 +1,4 @@
-"""The access log of the public gRPC port: the line that `gateway.access` writes for HTTP."""
+"""Ids and the access log of the public gRPC port, as `gateway.access_log` has them for HTTP."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import grpc.aio
 
 from epd.errors import EpdError
 from epd.rpc.handlers import behaviour_of, is_ours, with_behaviour
-from gateway.access import Access, write_line
+from gateway import grpc_ids
+from gateway.access import Access
+from gateway.access_log import write_line
 from gateway.grpc_receipt import authorization
 
 
 class AccessLog(grpc.aio.ServerInterceptor):
-    """One line about each call of ours, without contents: answered, refused or given up.
+    """An id for each call, and one line about it, without contents: answered, refused, given
+    up, or of a method that there is not.
 
     Belongs inside of `TypedErrors`, to see what becomes a status, and around `Receipt`, whose
     handlers are coroutine functions all. Health and reflection are silent, as `OPEN_PATHS` are.
@@ -33,16 +36,38 @@ class AccessLog(grpc.aio.ServerInterceptor):
     ) -> Any:
         handler = await continuation(handler_call_details)
         path = handler_call_details.method
-        if handler is None or not is_ours(path):
+        if handler is None:
+            return grpc.stream_stream_rpc_method_handler(self._unknown(path))
+        if not is_ours(path):
             return handler
         assert handler.request_streaming, "Receipt reads every message"
-        behaviour = behaviour_of(handler)
+        return with_behaviour(handler, self._logged(path, behaviour_of(handler)))
 
+    def _logged(self, path: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         async def handle(requests: Any, context: Any) -> Any:
+            grpc_ids.begin(path, context)
             with self._line(path, context):
-                return await behaviour(requests, context)
+                try:
+                    result = await behaviour(requests, context)
+                except Exception:
+                    await grpc_ids.tell(context)
+                    raise
+                await grpc_ids.tell(context)
+                return result
 
-        return with_behaviour(handler, handle)
+        return handle
+
+    def _unknown(self, path: str) -> Callable[..., Any]:
+        async def handle(_: Any, context: Any) -> None:
+            grpc_ids.begin(path, context)
+            code, started = grpc.StatusCode.UNIMPLEMENTED, time.monotonic()
+            try:
+                await grpc_ids.tell(context)
+                await context.abort(code, "there is no such method")
+            finally:
+                write_line("gRPC", path, code.name, started, self._name(context))
+
+        return handle
 
     @contextmanager
     def _line(self, path: str, context: Any) -> Iterator[None]:

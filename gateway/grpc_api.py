@@ -10,14 +10,13 @@ from functools import partial
 from typing import Any
 
 from epd.errors import EpdError, ErrorKind, invalid
-from epd.obs import logs
 from epd.rpc import convert
 from epd.text.output import TextToken
+from gateway import grpc_ids
 from gateway.access import Access
 from gateway.chat import Answer, ChatService, Part
 from gateway.grpc_receipt import authorization
 from gateway.grpc_request import chat_call, completion_call, tokenize_call
-from gateway.ids import client_id_headers, new_request_id
 from gateway.outcomes import beginning
 from gateway.schema import ChatCall
 from gateway.tokens import check_count
@@ -40,12 +39,12 @@ class GatewayService(pb_grpc.GatewayServicer):
         self._fingerprint = fingerprint
 
     async def Chat(self, request: pb.ChatRequest, context: Any) -> None:  # type: ignore[override]
-        await self._answer(request, context, partial(chat_call, request), "chatcmpl")
+        await self._answer(request, context, partial(chat_call, request))
 
     async def Complete(  # type: ignore[override]
         self, request: pb.CompletionRequest, context: Any
     ) -> None:
-        await self._answer(request, context, partial(completion_call, request), "cmpl")
+        await self._answer(request, context, partial(completion_call, request))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         service = self._service
@@ -57,7 +56,7 @@ class GatewayService(pb_grpc.GatewayServicer):
             hold.take(request.ByteSize())
             call = tokenize_call(request, service.config.limits, self._vocab_size)
             service.check_model(call.model)
-            planned = await service.preparer.plan(call, "tokenize", hold)
+            planned = await service.plan(call, grpc_ids.request_id(), hold)
         return pb.TokenizeResponse(
             ids=planned.token_ids,
             image_tokens=planned.image_tokens,
@@ -85,21 +84,17 @@ class GatewayService(pb_grpc.GatewayServicer):
         )
         return pb.ListModelsResponse(models=[model])
 
-    async def _answer(
-        self, request: _Request, context: Any, read: Callable[..., ChatCall], prefix: str
-    ) -> None:
+    async def _answer(self, request: _Request, context: Any, read: Callable[..., ChatCall]) -> None:
         with ExitStack() as admitted:
             with beginning():
                 caller = admitted.enter_context(self._access.admit(authorization(context)))
-            request_id = new_request_id(prefix)
-            logs.set_request(request_id)
-            ids = {"x-request-id": request_id, **client_id_headers(request.client_request_id)}
-            await context.send_initial_metadata(tuple(ids.items()))
+                await grpc_ids.tell(context, request.client_request_id)
             left_s = context.time_remaining()
-            answer = await self._open(request, read, request_id, caller.salt, left_s)
+            answer = await self._open(request, read, caller.salt, left_s)
             try:
                 async for event in self._events(answer):
                     await self._write(event, context)
+                answer.finish()
             finally:
                 answer.cancel()
 
@@ -107,7 +102,6 @@ class GatewayService(pb_grpc.GatewayServicer):
         self,
         request: _Request,
         read: Callable[..., ChatCall],
-        request_id: str,
         salt: bytes,
         left_s: float | None,
     ) -> Answer:
@@ -116,7 +110,7 @@ class GatewayService(pb_grpc.GatewayServicer):
             with beginning():
                 hold.take(request.ByteSize())
                 call = replace(read(service.config.limits, self._vocab_size), salt=salt)
-            answer = await service.open(call, request_id, hold, left_s)
+            answer = await service.open(call, grpc_ids.request_id(), hold, left_s)
             hold.keep()
         return answer
 

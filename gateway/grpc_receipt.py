@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, nullcontext
 from typing import Any
 
 import grpc
@@ -22,7 +22,10 @@ from epd.errors import EpdError, ErrorKind, invalid
 from epd.rpc.handlers import Behaviour, behaviour_of, is_ours, with_behaviour
 from epd.rpc.status import to_status
 from gateway.access import Access
+from gateway.outcomes import beginning
 
+_ANSWERS = frozenset({"/epd.v1.Gateway/Chat", "/epd.v1.Gateway/Complete"})
+"""Calls of these are counted by how they end (`gateway.outcomes`)."""
 _PROMPT_S = 5.0
 """A message that isn't there after this is counted as one of the largest allowed."""
 _AGE_S = 3600
@@ -59,21 +62,20 @@ class Receipt(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
-        ours = is_ours(handler_call_details.method)
         wrap = self._streaming if handler.response_streaming else self._single
-        read = wrap(behaviour_of(handler), ours)
+        read = wrap(behaviour_of(handler), handler_call_details.method)
         return with_behaviour(handler, read, request_streaming=True)
 
-    def _single(self, behaviour: Behaviour, ours: bool) -> Behaviour:
+    def _single(self, behaviour: Behaviour, method: str) -> Behaviour:
         async def handle(_: AsyncIterator[Any], context: Any) -> Any:
-            result = behaviour(await self._message(context, ours), context)
+            result = behaviour(await self._message(context, method), context)
             return await result if inspect.isawaitable(result) else result
 
         return handle
 
-    def _streaming(self, behaviour: Behaviour, ours: bool) -> Behaviour:
+    def _streaming(self, behaviour: Behaviour, method: str) -> Behaviour:
         async def handle(_: AsyncIterator[Any], context: Any) -> None:
-            result = behaviour(await self._message(context, ours), context)
+            result = behaviour(await self._message(context, method), context)
             if not inspect.isasyncgen(result):
                 await result
                 return
@@ -83,16 +85,18 @@ class Receipt(grpc.aio.ServerInterceptor):
 
         return handle
 
-    async def _message(self, context: Any, ours: bool) -> Any:
+    async def _message(self, context: Any, method: str) -> Any:
         """The request.
 
         Raises:
             EpdError: of one of our methods; others are aborted with the same status.
         """
+        ours = is_ours(method)
         try:
-            if ours:
-                self._access.identify(authorization(context))
-            return await self._read(context)
+            with beginning() if method in _ANSWERS else nullcontext():
+                if ours:
+                    self._access.identify(authorization(context))
+                return await self._read(context)
         except EpdError as error:
             if ours:
                 raise

@@ -17,7 +17,7 @@ from epd.errors import EpdError, invalid, too_many
 from epd.jobs import SamplingParams
 from epd.text.messages import ChatMessage, ImagePart, TextPart, ToolCall
 from gateway.completions import DEFAULT_MAX_TOKENS, read_prompt
-from gateway.content import Conversation, ImageSource, check_arguments, conversation
+from gateway.content import Conversation, ImageSource, Reading, check_arguments, conversation
 from gateway.fields import Fields
 from gateway.schema import ChatCall, Generation, read_generation, with_tools
 from gateway.tools import ToolUse, read_tools
@@ -139,6 +139,8 @@ def _choice(request: pb.ChatRequest) -> dict[str, Any]:
 def _tools(
     tools: Sequence[pb.Tool], limits: LimitsConfig, choice: dict[str, Any]
 ) -> ToolUse | None:
+    if len(tools) > limits.max_tools:
+        raise too_many("tools", len(tools), limits.max_tools, "tools")
     shown = [_tool(tool, f"tools[{i}].parameters") for i, tool in enumerate(tools)]
     fields = Fields({"tools": shown, **choice}, "")
     try:
@@ -173,16 +175,14 @@ def read_conversation(messages: Sequence[pb.Message], limits: LimitsConfig) -> C
     """Raises EpdError naming the message and the part at fault."""
     if len(messages) > limits.max_messages:
         raise too_many("messages", len(messages), limits.max_messages, "messages")
-    images: list[ImageSource] = []
-    calls: set[str] = set()
-    found = [_message(item, f"messages[{i}]", images, calls) for i, item in enumerate(messages)]
-    return conversation(found, images, limits)
+    so_far = Reading(limits)
+    found = [_message(item, f"messages[{i}]", so_far) for i, item in enumerate(messages)]
+    return conversation(found, so_far.images, limits)
 
 
-def _message(
-    message: pb.Message, path: str, images: list[ImageSource], known: set[str]
-) -> ChatMessage:
-    """`known`: ids of the calls in the messages before."""
+def _message(message: pb.Message, path: str, so_far: Reading) -> ChatMessage:
+    so_far.count(len(message.parts) + len(message.tool_calls), f"{path}.parts")
+    known = so_far.calls
     role = _ROLES.get(message.role)
     if role is None:
         raise invalid(f"{path}.role: is missing or unknown", f"{path}.role")
@@ -197,6 +197,7 @@ def _message(
     calls = tuple(
         _call(call, f"{path}.tool_calls[{j}]", known) for j, call in enumerate(message.tool_calls)
     )
+    images = so_far.images
     parts = (_part(part, f"{path}.parts[{j}]", images) for j, part in enumerate(message.parts))
     return ChatMessage(role, tuple(parts), calls)
 

@@ -14,7 +14,8 @@ for ever. Each is a state here, with a bound; `sweep` ends connections that outs
 Bodies of requests that are being read have their deadline in `responses.read_body`.
 
 Offers to change the protocol (`Upgrade: h2c`, from Java's client with every first request)
-are ignored, as HTTP wants it: the parser would take the body for that other protocol.
+are ignored, as HTTP wants it: the parser would take the body for that other protocol. Answers
+to HTTP/1.0 are not sent in chunks.
 """
 
 from __future__ import annotations
@@ -22,21 +23,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import orjson
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from epd.errors import EpdError, ErrorKind
+from epd.errors import EpdError, ErrorKind, invalid
+from epd.obs import logs
+from gateway.access_log import write_line
+from gateway.ids import new_request_id
 
 _log = logging.getLogger(__name__)
 _LINGER_S = 5.0
 """For these states there is nothing to wait for but good manners."""
 _RETRY_S = 1
 _UPGRADE = re.compile(rb"\r\nUpgrade:", re.IGNORECASE)
-_REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
-_UNAVAILABLE = "Service Unavailable"
+_REASONS = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +77,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._seen: tuple[Any, ...] = ()
         self._since = 0.0
+        self._began = time.monotonic()
+        """This connection, or the request that is being read."""
         super().connection_made(transport)
         if len(self.connections) > self.bounds.connections:
             kind = ErrorKind.OVERLOADED
@@ -85,7 +96,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse_head()
 
     def on_message_begin(self) -> None:
-        self._head = 0
+        self._head, self._began = 0, time.monotonic()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -105,6 +116,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._silent = 0
         self._in_body = True
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _unframed(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         if self.transport.is_closing():
@@ -165,18 +178,41 @@ class BoundedProtocol(HttpToolsProtocol):
         reason = f"the request's head has more than {self.bounds.head_bytes} bytes"
         self._refuse(431, EpdError(ErrorKind.REQUEST_TOO_LARGE, reason))
 
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's, for what is no HTTP."""
+        self._refuse(400, invalid("this is no HTTP request that can be understood"))
+
     def _refuse(self, status: int, error: EpdError) -> None:
         if self._answering:  # the answer to an earlier request would be cut in two
             self.transport.abort()
             return
+        request_id = new_request_id()
+        with logs.bind(request_id):
+            scope = vars(self).get("scope") or {}  # None before a request's first byte
+            said = scope.get("method", "?"), scope.get("path", "?")
+            write_line(*said, status, self._began, "?")
         body = orjson.dumps(error.openai_body())
-        lines = [f"HTTP/1.1 {status} {_REASONS.get(status, _UNAVAILABLE)}"]
+        lines = [f"HTTP/1.1 {status} {_REASONS[status]}", f"x-request-id: {request_id}"]
         if error.retry_after_s is not None:
             lines.append(f"retry-after: {error.retry_after_s:g}")
         lines += ["content-type: application/json", f"content-length: {len(body)}"]
         head = "\r\n".join([*lines, "connection: close", "", ""])
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def _unframed(cycle: RequestResponseCycle) -> None:
+    """HTTP/1.0 knows no chunks, which uvicorn sends anyway where a body has no length: it ends
+    with its connection."""
+    framed = cycle.send
+
+    async def send(message: Any) -> None:
+        cycle.chunked_encoding = False
+        # As much as there is: uvicorn counts what was promised.
+        cycle.expected_content_length = len(message.get("body", b""))
+        await framed(message)
+
+    cycle.send = send  # type: ignore[method-assign]
 
 
 def _without_upgrade(data: bytes) -> bytes:

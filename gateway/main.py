@@ -18,6 +18,7 @@ from epd.rpc import tls as inner_tls
 from epd.rpc.server import Server
 from gateway import grpc_receipt, tls
 from gateway.access import Access, AccessControl
+from gateway.access_log import RequestLog
 from gateway.app import build_app, counts, why_not_ready
 from gateway.chat import ChatService
 from gateway.checkpoint import Loaded, load
@@ -30,6 +31,7 @@ from gateway.outcomes import STAGE
 from gateway.pipeline import Pipeline
 from gateway.prepare import Preparer
 from gateway.progress import Stages
+from gateway.prompt_process import Bounds
 from gateway.prompts import PromptPool
 from gateway.streams import Connections
 from gateway.workers import Registry
@@ -101,13 +103,17 @@ class Gateway:
         self.app = build_app(self.service, spec.vocab_size, spec.fingerprint)
         self.app.add_middleware(AccessControl, access=access)
         if config.gateway.cors_origins:
-            # Outermost: a browser asks without a key what it may do.
+            # Around the keys: a browser asks without one what it may do.
             self.app.add_middleware(
                 CORSMiddleware,
                 allow_origins=config.gateway.cors_origins,
                 allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type"],
+                # Any: OpenAI's own client sends a dozen of its own. Who may call is decided
+                # by the origin and the key, which pages send themselves (there are no cookies).
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "x-client-request-id", "retry-after"],
             )
+        self.app.add_middleware(RequestLog)
         self._membership = Server(
             STAGE,
             [_MEMBERSHIP],
@@ -148,7 +154,8 @@ class Gateway:
         workers = config.gateway.preprocess_workers
         if not workers:
             return cls.of(config, await asyncio.to_thread(load, config.model))
-        prompts = PromptPool(config.model, workers)
+        bounds = Bounds(config.gateway.prompt_cpu_s, config.gateway.prompt_mib)
+        prompts = PromptPool(config.model, workers, bounds=bounds)
         try:
             facts = await prompts.start()
             assert facts is not None

@@ -1,6 +1,7 @@
-"""The other side of `gateway.prompts`: ``python -m gateway.prompt_process FD MODEL``.
+"""The other side of `gateway.prompts`: ``python -m gateway.prompt_process FD MODEL BOUNDS``.
 
-It loads the checkpoint's processor, then answers one request after another on a socket.
+It loads the checkpoint's processor, then answers one request after another on a socket. The
+kernel ends it when one takes more CPU time than the bounds say, whatever code it is in.
 
     frame:   bytes of the JSON, the JSON
     request: {"do": "facts"} | {"do": "build", ...} | {"do": "encode", ...}
@@ -12,26 +13,36 @@ The two ends are one program's, so what arrives is not checked again.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import struct
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from epd.config import ModelConfig
-from epd.errors import EpdError, ErrorKind
+from epd.errors import EpdError, ErrorKind, invalid
 from epd.lifetime import die_with_expected_parent
 from epd.models.spec import ModelSpec
-from epd.sandbox_worker import receive_exactly
+from epd.sandbox_worker import allow_cpu, allow_memory, receive_exactly
 from epd.text.messages import ChatMessage, ImagePart, ImageSize, TextPart, Tool, ToolCall
 from epd.text.prompt import ItemRows, PromptBuilder, PromptPlan
 from gateway.checkpoint import Facts, read
 
 LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of one prompt: see `GatewayConfig`."""
+
+    cpu_s: float
+    mib: int
 
 
 def frame(message: Mapping[str, Any]) -> bytes:
@@ -82,16 +93,20 @@ def _result(reply: Mapping[str, Any]) -> Mapping[str, Any]:
 class _Answers:
     """What a process says; it reads its checkpoint when it is first asked."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, bounds: Bounds) -> None:
         self._model = model
+        self._bounds = bounds
         self._read: tuple[Facts, PromptBuilder] | None = None
 
     def to(self, request: Mapping[str, Any]) -> dict[str, Any]:
         try:
             return self._to(request)
         except EpdError as error:
-            known = {"kind": str(error.kind), "message": error.message, "param": error.param}
-            return {"error": known}
+            return _error(error)
+        except MemoryError:
+            field = "prompt" if request["do"] == "encode" else "messages"
+            reason = f"{field}: the prompt takes more than {self._bounds.mib} MiB to build"
+            return _error(invalid(reason, field))
         except Exception as error:
             traceback.print_exc()
             return {"fault": f"{type(error).__name__}: {error}"[:500]}
@@ -99,6 +114,8 @@ class _Answers:
     def _to(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if self._read is None:
             self._read = read(self._model)
+            allow_memory(self._bounds.mib << 20)
+        allow_cpu(self._bounds.cpu_s)  # for this request; loading is not the client's
         facts, builder = self._read
         if request["do"] == "facts":
             digest = facts.processor_digest.hex()
@@ -109,6 +126,11 @@ class _Answers:
         tools = [Tool(**tool) for tool in request["tools"]]
         messages = [_message(message) for message in request["messages"]]
         return _plan_reply(builder.build(messages, sizes, request["max_tokens"], tools))
+
+
+def _error(error: EpdError) -> dict[str, Any]:
+    known = {"kind": str(error.kind), "message": error.message, "param": error.param}
+    return {"error": known}
 
 
 def _plan_reply(plan: PromptPlan) -> dict[str, Any]:
@@ -124,18 +146,20 @@ def _message(found: Mapping[str, Any]) -> ChatMessage:
     return ChatMessage(found["role"], parts, tuple(ToolCall(**call) for call in found["calls"]))
 
 
-def command(fd: int, model: ModelConfig) -> list[str]:
+def command(fd: int, model: ModelConfig, bounds: Bounds) -> list[str]:
     """How such a process is started."""
-    return [sys.executable, "-m", "gateway.prompt_process", str(fd), model.model_dump_json()]
+    told = (model.model_dump_json(), orjson.dumps(bounds).decode())
+    return [sys.executable, "-m", "gateway.prompt_process", str(fd), *told]
 
 
-def main(fd: int, model: ModelConfig) -> None:
+def main(fd: int, model: ModelConfig, bounds: Bounds) -> None:
     die_with_expected_parent()
     # Ctrl-C goes to the whole group; the gateway drains and then ends its processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # running out of time is no crash
     channel = socket.socket(fileno=fd)
-    answers = _Answers(model)
+    answers = _Answers(model, bounds)
     try:
         while True:
             (length,) = LENGTH.unpack(receive_exactly(channel, LENGTH.size))
@@ -148,4 +172,8 @@ def main(fd: int, model: ModelConfig) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), ModelConfig.model_validate_json(sys.argv[2]))
+    main(
+        int(sys.argv[1]),
+        ModelConfig.model_validate_json(sys.argv[2]),
+        Bounds(**orjson.loads(sys.argv[3])),
+    )

@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from epd.errors import EpdError, ErrorKind, invalid
-from epd.obs import logs, metrics
+from epd.obs import metrics
 from gateway.budget import Hold
 from gateway.chat import Answer, Part
 from gateway.outcomes import STAGE, ClientGone
@@ -85,13 +85,14 @@ async def _body_chunks(request: Request) -> AsyncIterator[bytes]:
 
 
 async def _discard(request: Request, limit: int) -> None:
-    """A client that is still sending would see a reset instead of the answer: as much
-    again is read and thrown away first."""
+    """A client that is still sending would see a reset instead of the answer: a body that is
+    up to twice as large as may be is read and thrown away first."""
+    left = 2 * limit
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DISCARD_S):
             async for chunk in _body_chunks(request):
-                limit -= len(chunk)
-                if limit < 0:
+                left -= len(chunk)
+                if left < 0:
                     break
 
 
@@ -176,10 +177,8 @@ class EventStream(Response):
         refused: Callable[[EpdError], bytes],
         ping_s: float,
         within_s: float,
-        headers: dict[str, str],
     ) -> None:
         loop = asyncio.get_running_loop()
-        self._request_id = headers["x-request-id"]
         self._opening = opening
         self._left = left
         self._refused = refused
@@ -190,7 +189,7 @@ class EventStream(Response):
         self._writing = asyncio.Lock()
         self.status_code = 200
         self.background = None
-        self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = asyncio.create_task(self._send(send))
@@ -263,6 +262,7 @@ class EventStream(Response):
                     if chunk := encoder.part(part):
                         yield chunk
                 yield encoder.last()
+            begun.answer.finish()
         except EpdError as error:
             self._told(error)
             yield encoder.error(error)
@@ -270,5 +270,4 @@ class EventStream(Response):
     def _told(self, error: EpdError) -> None:
         """The client of a stream is told of a fault in an event of its own."""
         metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
-        with logs.bind(self._request_id):  # the server's task knows no request
-            _log.warning("stream ends with %s: %s", error.kind, error.message)
+        _log.warning("stream ends with %s: %s", error.kind, error.message)

@@ -16,11 +16,11 @@ from typing import Any
 import orjson
 
 from epd.config import LimitsConfig
-from epd.errors import EpdError
+from epd.errors import EpdError, too_many
 from epd.jobs import FinishReason
 from epd.text.vocabulary import Vocabulary
 from gateway.chat import Answer, Part
-from gateway.fields import Fields
+from gateway.fields import Fields, as_json
 from gateway.schema import ChatCall, load_json, parse_chat
 
 _NOT_SERVED: dict[str, Sequence[Any]] = {
@@ -53,6 +53,8 @@ _BACK = (
 )
 _TOOL: dict[str, Any] = {"description": None, "parameters": None, "strict": False}
 """What a tool is where the client left it open."""
+_MOST_METADATA = 64 << 10
+"""As JSON; three events of a stream repeat it."""
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text"}
 
 
@@ -68,13 +70,17 @@ def parse_response(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCa
     form = _format(fields)
     chat["response_format"] = _chat_format(form)
     tools, choice = fields.array("tools") or (), fields.take("tool_choice")
+    if len(tools) > limits.max_tools:
+        raise too_many("tools", len(tools), limits.max_tools, "tools")
     chat["tools"] = [_tool(tool) for tool in tools] or None
     chat["tool_choice"] = _tool_choice(choice)
     instructions, metadata = fields.string("instructions"), chat["metadata"]
     if not isinstance(metadata, Mapping | None):
         raise fields.wrong("metadata", "must be an object")
+    if (size := len(as_json(metadata or {}, "metadata"))) > _MOST_METADATA:
+        raise too_many("metadata", size, _MOST_METADATA, "bytes")
     first = [{"role": "system", "content": instructions}] if instructions else []
-    chat["messages"] = [*first, *_messages(fields)]
+    chat["messages"] = [*first, *_messages(fields, limits)]
     fields.refuse(_NOT_SERVED, "is not supported")
     fields.done()
     try:
@@ -89,6 +95,8 @@ def parse_response(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCa
         "tool_choice": choice or "auto",
         "tools": [_TOOL | {k: v for k, v in tool.items() if v is not None} for tool in tools],
     }
+    for name, value in repeated.items():
+        as_json([[[value]]], name)  # as deep as events have it
     return replace(call, repeated=repeated)
 
 
@@ -131,7 +139,7 @@ def _tool_choice(value: Any) -> Any:
     return _tool(value) if isinstance(value, Mapping) else value
 
 
-def _messages(fields: Fields) -> list[Any]:
+def _messages(fields: Fields, limits: LimitsConfig) -> list[Any]:
     value = fields.take("input")
     if value is None:
         raise fields.wrong("input", "is missing")
@@ -139,6 +147,12 @@ def _messages(fields: Fields) -> list[Any]:
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
         raise fields.wrong("input", "must be a text or an array of items")
+    if len(value) > limits.max_messages:
+        raise too_many("input", len(value), limits.max_messages, "items")
+    contents = [item.get("content") for item in value if isinstance(item, Mapping)]
+    parts = sum(len(content) for content in contents if isinstance(content, list))
+    if parts > limits.max_parts:
+        raise too_many("input", parts, limits.max_parts, "parts of all items")
     return [_item(item, f"input[{at}]") for at, item in enumerate(value)]
 
 

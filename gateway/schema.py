@@ -181,8 +181,8 @@ def read_generation(fields: Fields, limits: LimitsConfig, vocab_size: int) -> Ge
         repetition_penalty=repetition,
         presence_penalty=fields.number("presence_penalty", -2.0, 2.0, default=0.0),
         frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0, default=0.0),
-        logit_bias=_logit_bias(fields, vocab_size),
-        stop_token_ids=_stop_token_ids(fields, vocab_size),
+        logit_bias=_logit_bias(fields, vocab_size, limits.max_token_ids),
+        stop_token_ids=_stop_token_ids(fields, vocab_size, limits.max_token_ids),
         min_tokens=min_tokens,
         ignore_eos=fields.boolean("ignore_eos"),
         logprobs=logprobs,
@@ -216,12 +216,14 @@ def _logprobs(fields: Fields, limits: LimitsConfig) -> tuple[bool, int]:
     return logprobs, top or 0
 
 
-def _logit_bias(fields: Fields, vocab_size: int) -> Mapping[int, float]:
+def _logit_bias(fields: Fields, vocab_size: int, most: int) -> Mapping[int, float]:
     value = fields.take("logit_bias")
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         raise fields.wrong("logit_bias", "must be an object of token ids")
+    if len(value) > most:
+        raise too_many(fields.param("logit_bias"), len(value), most, "token ids")
     bias: dict[int, float] = {}
     for key, number in value.items():
         name = f"logit_bias.{key}"
@@ -233,8 +235,10 @@ def _logit_bias(fields: Fields, vocab_size: int) -> Mapping[int, float]:
     return bias
 
 
-def _stop_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
+def _stop_token_ids(fields: Fields, vocab_size: int, most: int) -> tuple[int, ...]:
     ids = fields.array("stop_token_ids") or ()
+    if len(ids) > most:
+        raise too_many(fields.param("stop_token_ids"), len(ids), most, "token ids")
     for at, value in enumerate(ids):
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
             reason = f"must be an id from 0 to {vocab_size - 1}"

@@ -17,7 +17,7 @@ from gateway.tools import read_tools
 
 
 async def tokenize(
-    service: ChatService, body: bytes, vocab_size: int, hold: Hold
+    service: ChatService, body: bytes, vocab_size: int, request_id: str, hold: Hold
 ) -> dict[str, Any]:
     """Ids of a prompt, or of messages as the chat template renders them.
 
@@ -26,7 +26,7 @@ async def tokenize(
     """
     call = _call(body, service.config.limits, vocab_size)
     service.check_model(call.model)
-    request = await service.preparer.plan(call, "tokenize", hold)
+    request = await service.plan(call, request_id, hold)
     return {
         "tokens": list(request.token_ids),
         "count": len(request.token_ids),

@@ -14,7 +14,7 @@ from epd.errors import invalid, too_many
 from epd.jobs import Grammar, GrammarKind
 from epd.text.messages import Tool
 from gateway.constraints import Constraint, check_size, quoted
-from gateway.fields import Fields
+from gateway.fields import Fields, as_json
 from gateway.toolcalls import CLOSE, OPEN
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -46,6 +46,10 @@ def read_tools(fields: Fields, limits: LimitsConfig) -> ToolUse | None:
     if len(value) > limits.max_tools:
         raise too_many(fields.param("tools"), len(value), limits.max_tools, "tools")
     read = [_tool(item, fields.param(f"tools[{i}]")) for i, item in enumerate(value)]
+    size = sum(len(tool.description) + len(tool.parameters) for tool, _ in read)
+    if size > (most := limits.max_tools_bytes):
+        what = "bytes of descriptions and schemas"
+        raise too_many(fields.param("tools"), size, most, what)
     tools, strict = [tool for tool, _ in read], [tool for tool, held in read if held]
     names = [tool.name for tool in tools]
     for at, name in enumerate(names):
@@ -82,10 +86,7 @@ def _tool(value: Any, path: str) -> tuple[Tool, bool]:
     if parameters is not None and not isinstance(parameters, Mapping):
         raise inner.wrong("parameters", "must be a JSON Schema (an object)")
     inner.done()
-    try:
-        text = orjson.dumps(parameters or _NO_PARAMETERS).decode()
-    except TypeError as error:
-        raise inner.wrong("parameters", str(error)) from error
+    text = as_json(parameters or _NO_PARAMETERS, inner.param("parameters"))
     return Tool(name, description, text), strict
 
 

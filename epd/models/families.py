@@ -159,6 +159,11 @@ def _rope_types(parameters: Any) -> set[str]:
     return {str(p["rope_type"]) for p in [parameters, *nested] if "rope_type" in p}
 
 
+def unserved(family: str) -> str | None:
+    """Why no model of this family can be served, by its name alone, or None."""
+    return _REFUSED.get(family) or _unproven(family)
+
+
 def _unproven(family: str) -> str | None:
     if family in PROVEN:
         return None

@@ -22,6 +22,7 @@ from jinja2 import TemplateError
 
 from epd.errors import EpdError, ErrorKind, invalid
 from epd.text.messages import ChatMessage, ImagePart, ImageSize, TextPart, Tool
+from epd.text.words import TextTokenizer
 
 if TYPE_CHECKING:
     from epd.models.processor import Processor
@@ -95,6 +96,7 @@ class PromptBuilder:
         controls = _control_tokens(self._tokenizer, self._template, image_token)
         self._controls = re.compile("|".join(map(re.escape, controls)))
         self._placeholder = re.compile(re.escape(image_token))
+        self._words = TextTokenizer(self._tokenizer)
         self._listed = self._takes_lists()
         self.takes_tools = self._shows_tools()
         self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
@@ -124,7 +126,8 @@ class PromptBuilder:
         if self._count_placeholders(rendered, marks) != len(sizes):
             raise self._left_out(messages, marks, tools)
         plans = [self._planned(size, len(sizes)) for size in sizes]
-        ids = self._tokenise(rendered, marks, [plan.replacement for plan in plans])
+        shown = [plan.replacement for plan in plans]
+        ids = self._tokenise(rendered, marks, shown, max_tokens, "messages")
         rows = sum(plan.rows for plan in plans)
         if ids.count(self._image_token_id) != rows:
             raise invalid("the text can't be told from image placeholders", "messages")
@@ -142,7 +145,8 @@ class PromptBuilder:
         if max_tokens is not None:
             self._check_length([text], max_tokens, "prompt")
         marks = _Marks.unused_in([text])
-        return PromptPlan(tuple(self._tokenise(self._mark(text, marks), marks, [])), ())
+        ids = self._tokenise(self._mark(text, marks), marks, [], max_tokens, "prompt")
+        return PromptPlan(tuple(ids), ())
 
     def _planned(self, size: ImageSize, images: int) -> PlannedItem:
         try:
@@ -296,7 +300,14 @@ class PromptBuilder:
 
     # --- tokens ----------------------------------------------------------------------
 
-    def _tokenise(self, rendered: str, marks: _Marks, replacements: Sequence[str]) -> list[int]:
+    def _tokenise(
+        self,
+        rendered: str,
+        marks: _Marks,
+        replacements: Sequence[str],
+        max_tokens: int | None,
+        param: str,
+    ) -> list[int]:
         left = iter(replacements)
         pieces = [
             (text if plain else self._placeholder.sub(lambda _: next(left), text), plain)
@@ -305,28 +316,7 @@ class PromptBuilder:
         bos = self._tokenizer.bos_token
         # As in transformers: a template that writes the first token itself gets no other.
         add_special = not (bos and rendered.startswith(bos))
-        if len(pieces) == 1 and not pieces[0][1]:
-            ids: list[int] = self._tokenizer(pieces[0][0], add_special_tokens=add_special).input_ids
-            return ids
-        ids = [i for text, plain in pieces for i in self._piece_ids(text, plain)]
-        before, after = self._frame() if add_special else ([], [])
-        return [*before, *ids, *after]
-
-    def _piece_ids(self, text: str, plain: bool) -> list[int]:
-        if not plain:
-            ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
-            return ids
-        ids = _plain_ids(self._tokenizer.backend_tokenizer, text)
-        if self._tokenizer.convert_tokens_to_ids(text) in ids:
-            raise invalid(f"this tokenizer can't write {text!r} as plain text", "messages")
-        return ids
-
-    def _frame(self) -> tuple[list[int], list[int]]:
-        """Special ids that the tokenizer itself puts before and after a text."""
-        bare: list[int] = self._tokenizer("a", add_special_tokens=False).input_ids
-        framed: list[int] = self._tokenizer("a", add_special_tokens=True).input_ids
-        start = next(at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
-        return framed[:start], framed[start + len(bare) :]
+        return self._words.ids(pieces, add_special, max_tokens, param)
 
 
 def _texts(messages: Sequence[ChatMessage]) -> Iterable[str]:
@@ -340,16 +330,6 @@ def _texts(messages: Sequence[ChatMessage]) -> Iterable[str]:
             # As it is in the JSON and as the template will see it.
             yield call.arguments
             yield json.dumps(json.loads(call.arguments), ensure_ascii=False)
-
-
-def _plain_ids(backend: Any, text: str) -> list[int]:
-    """Ids of `text` from the tokenizer's model alone, without its added tokens."""
-    if backend.normalizer is not None:
-        text = backend.normalizer.normalize_str(text)
-    splits = [text]
-    if backend.pre_tokenizer is not None:
-        splits = [split for split, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
-    return [token.id for split in splits for token in backend.model.tokenize(split)]
 
 
 def _template_source(hf: Any) -> str:

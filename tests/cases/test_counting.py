@@ -17,7 +17,11 @@ from epd.errors import EpdError, ErrorKind
 from epd.sandbox import Sandbox, WorkerDied
 from epd.transfer.engine import Engine
 from epd.transfer.pieces import Piece
+from gateway.completions import CompletionEncoder
 from gateway.fetch.fetcher import Fetcher
+from gateway.openai import Encoder
+from gateway.responses_api import ResponseEncoder
+from gateway.schema import parse_body
 from prefill.ticket import FirstToken
 from protos.epd.v1 import gateway_pb2_grpc
 from tests.cases.test_grpc import ask
@@ -110,6 +114,74 @@ async def test_ops_07_every_request_is_counted_once_however_it_ends(house: House
     sent += Counter(failed=4, refused=1)
     await house.settled()
     assert ended() - before == sent
+
+
+FORMS = {
+    "chat/completions": (Encoder, {"messages": [{"role": "user", "content": "a"}]}),
+    "completions": (CompletionEncoder, {"prompt": "a"}),
+    "responses": (ResponseEncoder, {"input": "a"}),
+}
+
+
+@pytest.mark.parametrize("path", FORMS)
+@pytest.mark.parametrize(
+    ("broken", "stream"),
+    [("last", True), ("whole", False), ("__init__", True), ("__init__", False)],
+)
+async def test_ops_07_an_answer_that_breaks_at_its_end_has_failed(
+    house: House, monkeypatch: pytest.MonkeyPatch, path: str, broken: str, stream: bool
+) -> None:
+    """All tokens were made, and none of that is a success until it was handed over."""
+
+    def breaks(*_: Any) -> bytes:
+        raise ZeroDivisionError
+
+    form, asked = FORMS[path]
+    before, told = ended(), errors()
+    monkeypatch.setattr(form, broken, breaks)
+    reply = await post(house.http, f"/v1/{path}", {"model": "demo", "stream": stream, **asked})
+    assert (reply.status == 200) is (broken == "last")
+    assert b"internal error" in reply.body
+    await house.settled()
+    assert (ended() - before, errors() - told) == (Counter(failed=1), 1)
+
+
+async def test_ops_07_a_call_that_breaks_at_its_end_has_failed(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("gateway.grpc_api._finished", breaks)
+    before = ended()
+    await over_grpc(house, ask())
+    assert ended() - before == Counter(failed=1)
+
+
+async def test_ops_07_who_leaves_before_the_last_words_has_left(house: House) -> None:
+    """The output is complete, and its end was never taken."""
+    service, before = house.gateway.service, ended()
+    call = parse_body(raw(), service.config.limits, 1024)
+    answer = await service.open(call, "id", service.budget.hold())
+    parts = answer.parts()
+    while answer.reason is None:
+        await anext(parts)
+    assert service.inflight == 0, "its place is free before its last words are sent"
+    assert ended() == before
+    answer.cancel()
+    answer.finish()
+    assert ended() - before == Counter(cancelled=1)
+
+
+async def test_ops_07_calls_that_may_not_be_or_say_nothing_are_refused(house: House) -> None:
+    before = ended()
+    async with grpc.aio.insecure_channel(house.grpc) as channel:
+        for method in ("Chat", "Complete", "ListModels"):
+            call = channel.stream_stream(f"/epd.v1.Gateway/{method}")()
+            await call.write(b"\xff" * 50)
+            await call.done_writing()
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert ended() - before == Counter(refused=2)
 
 
 @pytest.mark.parametrize("point", ["prefill.job", "decode.token"])

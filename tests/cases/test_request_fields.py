@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import threading
 from typing import Any
 
+import grpc
 import grpc.aio
+import openai
 import pytest
 
 from epd.jobs import Stage
 from protos.epd.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.cases.pictures import body as question
 from tests.cases.pictures import file, quad, text
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, request
 from tests.e2e.gateway_house import CHAT, House, raw
 from tests.e2e.http_client import Reply, post
 
@@ -138,11 +142,12 @@ async def test_req_04_ids_outside_the_vocabulary(
     assert house.journal == []
 
 
+ODD = ["NaN", "Infinity", "-Infinity", "1e999"]
 NUMBERS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"]
 
 
 @pytest.mark.parametrize("name", [*NUMBERS, "repetition_penalty"])
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("value", ODD)
 async def test_req_05_numbers_that_are_none(house: House, name: str, value: str) -> None:
     body = raw().removesuffix(b"}") + f', "{name}": {value}}}'.encode()
     assert (await post(house.http, CHAT, body)).status == 400
@@ -155,6 +160,70 @@ async def test_req_05_numbers_that_are_none(house: House, name: str, value: str)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(gateway_pb2_grpc.GatewayStub(channel).Chat(request)))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+class Beside(threading.Thread):
+    """A stream of real stages that runs while other things are asked; `text` at its end."""
+
+    def __init__(self, cluster: Cluster, **fields: Any) -> None:
+        super().__init__()
+        self.text, self.error, self.started = "", "", threading.Event()
+        self._client = openai.OpenAI(base_url=cluster.base_url, api_key="x", max_retries=0)
+        self._asked = {
+            "model": cluster.model,
+            "messages": question(PICTURE, text("What is it?"))["messages"],
+            "stream": True,
+            "max_tokens": 200,
+            "extra_body": {"ignore_eos": True},
+            **fields,
+        }
+
+    def run(self) -> None:
+        try:
+            create: Any = self._client.chat.completions.create
+            for chunk in create(**self._asked):
+                self.started.set()
+                self.text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        except openai.OpenAIError as error:
+            self.error = repr(error)
+        finally:
+            self.started.set()
+            self._client.close()
+
+    def __enter__(self) -> Beside:
+        self.start()
+        assert self.started.wait(60)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.join()
+        assert self.error == ""
+
+
+def test_req_05_a_stream_beside_them_is_not_disturbed(cluster: Cluster) -> None:
+    """Real stages, over both APIs: one that a number reached would take the stream along."""
+    drawn = {"temperature": 1.3, "seed": 5}
+    with Beside(cluster, **drawn) as alone:
+        pass
+    stub = gateway_pb2_grpc.GatewayStub
+    with Beside(cluster, **drawn) as beside, grpc.insecure_channel(cluster.grpc_address) as channel:
+        during = 0
+        for name, value in itertools.product([*NUMBERS, "repetition_penalty"], ODD):
+            asked = json.dumps({"model": cluster.model, **question(text("a"))}).encode()
+            data = asked.removesuffix(b"}") + f', "{name}": {value}}}'.encode()
+            reply = request(cluster.address, CHAT, raw=data)
+            assert reply.status == 400, (name, value, reply.body)
+            options = gateway_pb2.GenerationOptions(**{name: float(value)})
+            user = gateway_pb2.Message(
+                role=gateway_pb2.ROLE_USER, parts=[gateway_pb2.ContentPart(text="a")]
+            )
+            with pytest.raises(grpc.RpcError) as caught:
+                list(stub(channel).Chat(gateway_pb2.ChatRequest(messages=[user], options=options)))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            during += beside.is_alive()
+    assert during > 3, "the stream was over before the others came"
+    assert len(alone.text) > 100
+    assert beside.text == alone.text
 
 
 OPTIONAL = [
@@ -216,15 +285,34 @@ def test_req_06_tiny_temperatures_are_greedy(cluster: Cluster) -> None:
 
 
 def test_req_07_stop_forms_and_a_seed_of_ones_own(cluster: Cluster) -> None:
-    drawn = {"temperature": 2.0, "max_tokens": 12, "ignore_eos": True}
+    """While two streams without a seed run, which a generator of all requests would show."""
+    drawn = {"temperature": 2.0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+    plain = {"temperature": 2.0, "max_tokens": 12, "ignore_eos": True}
 
     def content(**fields: Any) -> str:
-        text: str = said(cluster, **drawn, **fields)["message"]["content"]
+        text: str = said(cluster, **plain, **fields)["message"]["content"]
         return text
 
-    assert content(seed=42) == content(seed=42)
-    assert content(seed=42) != content(seed=43)
+    long = drawn | {"max_tokens": 400}
+    with Beside(cluster, **long) as one, Beside(cluster, **long) as two:
+        seeded = content(seed=42)
+        assert content(seed=42) == seeded
+        other = content(seed=43)
+        assert other != seeded
+        with Beside(cluster, **drawn, seed=42) as streamed:
+            pass
+    assert streamed.text == seeded, "streamed or not, beside others or not"
+    assert one.text != two.text
+    for unseeded in (one.text, two.text):
+        assert not unseeded.startswith((seeded[:8], other[:8]))
     assert content() != content()
-    stop = content(seed=42)[3:6]
-    assert content(seed=42, stop=stop) == content(seed=42, stop=[stop])
-    assert stop not in content(seed=42, stop=stop)
+    stop = seeded[3:6]
+    assert content(seed=42, stop=stop) == content(seed=42, stop=[stop]) == seeded[:3]
+
+
+@pytest.mark.parametrize("stop", ["five", ["five"]])
+async def test_req_07_stop_as_a_text_and_as_a_list(house: House, stop: Any) -> None:
+    tokenizer = house.gateway.service.tokenizer
+    house.script.output = tokenizer.encode("four five six", add_special_tokens=False).ids
+    choice = (await house.chat(stop=stop)).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("four ", "stop")

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
+import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from bench.gateway.clients import request, run
+from epd.client import AsyncClient, user
 from epd.errors import ErrorKind
 from epd.jobs import Stage
 from epd.obs import metrics
@@ -24,7 +28,7 @@ from gateway.openai import Encoder
 from protos.epd.v1 import common_pb2
 from tests.e2e.fake_stages import Call, fail, hang
 from tests.e2e.gateway_house import House, body
-from tests.e2e.http_client import post
+from tests.e2e.http_client import Connection, post
 from tests.e2e.test_gateway_bounds import opened
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -275,13 +279,57 @@ async def test_str_08_done_is_last_in_many_streams(empty: House) -> None:
         assert events[-2]["usage"]["total_tokens"] > 0
 
 
-async def test_str_09_a_slow_stream_comes_whole(house: House) -> None:
-    async def slow(call: Call) -> None:
-        await asyncio.sleep(0.02)
+@pytest.mark.parametrize("form", ["chat/completions", "completions", "responses", "grpc"])
+async def test_str_09_a_slow_stream_comes_whole(house: House, form: str) -> None:
+    """500 tokens over five seconds, through every API: the calls to the stages live as long as
+    the answer does, and end with it."""
 
-    script(house, ALPHABET, 0)
+    async def slow(call: Call) -> None:
+        await asyncio.sleep(0.01)
+
+    wanted = "".join(ALPHABET[at % 26] for at in range(500))
+    script(house, wanted, 0)
     house.script.hooks["decode.token"] = slow
-    assert "".join(deltas(await house.stream())) == ALPHABET
+    (decode,) = (fake for fake in house.fakes if fake.stage is Stage.DECODE)
+    text, began, last = "", time.monotonic(), 0.0
+    async for piece in pieces(house, form):
+        assert decode.calls or len(wanted) - len(text) < 8, "decode was let go too early"
+        text += piece
+        last = time.monotonic()
+    assert text == wanted
+    assert last - began > 4
+    await house.settled()
+
+
+async def pieces(house: House, form: str) -> AsyncIterator[str]:
+    """An answer's text as it comes."""
+    if form == "grpc":
+        async with AsyncClient(house.grpc) as client:
+            async for delta in client.stream([user("a")], max_tokens=600):
+                yield delta.text
+        return
+    asked: dict[str, dict[str, Any]] = {
+        "chat/completions": body(max_tokens=600),
+        "completions": {"prompt": "a", "max_tokens": 600},
+        "responses": {"input": "a", "max_output_tokens": 600},
+    }
+    raw = json.dumps({"model": "demo", "stream": True, **asked[form]}).encode()
+    connection = await Connection.send(house.http, "POST", f"/v1/{form}", raw)
+    await connection.head()
+    assert connection.status == 200
+    read = b""
+    async for chunk in connection._chunks():
+        *whole, read = (read + chunk).split(b"\n\n")
+        for event in whole:
+            data = event.rpartition(b"data: ")[2]
+            yield "" if data == b"[DONE]" else _text(json.loads(data))
+
+
+def _text(event: dict[str, Any]) -> str:
+    if event.get("type") == "response.output_text.delta":
+        return str(event["delta"])
+    choices = event.get("choices", ())
+    return "".join(c.get("text", c.get("delta", {}).get("content", "")) for c in choices)
 
 
 async def test_str_08_two_hundred_streams_end_whole(loaded: Loaded) -> None:

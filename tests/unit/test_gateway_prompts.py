@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,9 +20,11 @@ from epd.errors import EpdError, ErrorKind
 from epd.text.messages import ChatMessage, ImagePart, ImageSize, TextPart, Tool, ToolCall
 from epd.text.prompt import PromptBuilder, PromptPlan
 from gateway.checkpoint import Loaded, read
+from gateway.prompt_process import Bounds
 from gateway.prompts import PromptPool
 from tests.waiting import a_moment, until
 
+DEMO = Path(__file__).parents[2] / "demo" / "checkpoint"
 MESSAGES = [ChatMessage("user", (ImagePart(0), TextPart("what is it?")))]
 SIZES = [ImageSize(64, 48, "messages[0].content[0]")]
 shared_pool = pytest.mark.asyncio(loop_scope="module")
@@ -77,17 +80,18 @@ async def test_errors_cross_the_process_border(pool: PromptPool) -> None:
 
 @shared_pool
 async def test_a_dead_process_fails_what_it_had_and_no_more(pool: PromptPool) -> None:
-    """The third request still waits outside: another process answers it."""
+    """The second had not begun, the third still waits outside: another process answers
+    both."""
     process = child()
     process.suspend()
     asked = [asyncio.create_task(pool.build(MESSAGES, SIZES, 4096)) for _ in range(3)]
     await until(lambda: pool.at_hand == 2)
     os.kill(process.pid, signal.SIGKILL)
-    *at_hand, waiting = await asyncio.gather(*asked, return_exceptions=True)
-    for result in at_hand:
-        assert isinstance(result, EpdError)
-        assert result.kind is ErrorKind.STAGE_UNAVAILABLE
-    assert isinstance(waiting, PromptPlan)
+    first, *others = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(first, EpdError)
+    assert first.kind is ErrorKind.STAGE_UNAVAILABLE
+    for result in others:
+        assert isinstance(result, PromptPlan)
     assert pool.rebuilt == 1
     await until(lambda: not process.is_running())
 
@@ -140,6 +144,76 @@ async def test_a_process_says_what_the_checkpoint_is(pool: PromptPool, path: str
     facts, own = await pool.start(), read(ModelConfig(path=path))[0]
     assert facts == own
     assert Loaded.of(own).tokenizer.encode("a red circle").ids
+
+
+SLOW = """{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"""
+LARGE = """{{ c.text * 180000000 }}"""
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> str:
+    """A template that takes what a message says of it: time, or memory."""
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% for c in m.content %}{{ c.text }}"
+        f"{{% if c.text == 'slow' %}}{SLOW}{{% elif c.text == 'large' %}}{LARGE}{{% endif %}}"
+        "{% endfor %}{% endfor %}"
+    )
+    return str(tmp_path)
+
+
+def said(text: str) -> list[ChatMessage]:
+    return [ChatMessage("user", (TextPart(text),))]
+
+
+async def test_a_prompt_that_takes_too_long_dies_alone(hostile: str) -> None:
+    """By CPU time, so that a machine that is full is no reason; others go on."""
+    pool = PromptPool(ModelConfig(path=hostile), 1, bounds=Bounds(cpu_s=1, mib=512))
+    await pool.start()
+    try:
+        asked = [asyncio.create_task(pool.build(said(t), (), 999)) for t in ("slow", "a", "b")]
+        slow, *others = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(slow, EpdError)
+        assert slow.kind is ErrorKind.INVALID_REQUEST
+        assert (slow.param, slow.retry_after_s) == ("messages", None)
+        assert slow.message == "messages: the prompt takes more than 1 s to build"
+        assert all(isinstance(other, PromptPlan) for other in others)
+        # A process that has just begun its life is no exception.
+        os.kill(child().pid, signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        with pytest.raises(EpdError, match="more than 1 s"):
+            await pool.build(said("slow"), (), 999)
+        assert pool.rebuilt == 3
+    finally:
+        await pool.close()
+
+
+async def test_a_prompt_that_takes_too_much_memory_is_refused(hostile: str) -> None:
+    pool = PromptPool(ModelConfig(path=hostile), 1, bounds=Bounds(cpu_s=5, mib=512))
+    await pool.start()
+    try:
+        with pytest.raises(EpdError, match="takes more than 512 MiB") as caught:
+            await pool.build(said("large"), (), 999)
+        assert caught.value.kind is ErrorKind.INVALID_REQUEST
+        assert isinstance(await pool.build(said("a"), (), 999), PromptPlan)
+        assert pool.rebuilt == 0
+    finally:
+        await pool.close()
+
+
+async def test_a_process_that_waits_for_ever_is_ended(
+    hostile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.prompt_lives._PATIENCE", 1)
+    pool = PromptPool(ModelConfig(path=hostile), 1, bounds=Bounds(cpu_s=1, mib=512))
+    await pool.start()
+    try:
+        child().suspend()
+        with pytest.raises(EpdError, match="more than 1 s"):
+            await asyncio.wait_for(pool.build(said("a"), (), 999), 30)
+        assert isinstance(await pool.build(said("a"), (), 999), PromptPlan)
+    finally:
+        await pool.close()
 
 
 async def test_a_checkpoint_that_cannot_be_used_is_a_typed_error(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 from epd import preflight
 from epd.config import Config, load_config
 from epd.errors import EpdError
+from epd.models.families import PROVEN
 from epd.supervisor import fixed_ports, run
 
 DEMO = Path(__file__).parents[2] / "demo" / "checkpoint"
@@ -79,6 +83,88 @@ def test_a_checkpoint_that_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     said = refusal(settings(**{"model.path": str(tmp_path)}), capsys)
     assert said.startswith(f"{tmp_path / 'model.safetensors'}: this weights file is cut off")
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+BROKEN: list[tuple[str, bytes | None, str]] = [
+    ("config.json", b"{", "is no JSON: "),
+    ("config.json", b"[]", "must be a JSON object"),
+    ("config.json", b"", "is empty"),
+    ("config.json", b"{}", "has no model_type"),
+    ("config.json", b'{"model_type": "gpt9"}', "models of the family 'gpt9' can't be served: "),
+    ("config.json", b'{"model_type": "gemma3"}', "its image tokens attend in both directions"),
+    ("tokenizer.json", None, "is missing; there is no tokenizer"),
+    ("tokenizer.json", b'{"model": {"vo', "is no JSON: "),
+    ("tokenizer.json", b'{"model": {"vocab": {}}}', "is no tokenizer: it has no vocabulary"),
+    ("tokenizer.json", b'{"model": {"vocab": {"a": "b"}}}', "is no tokenizer that can be read"),
+    ("tokenizer.json", LFS, "a git-lfs pointer, not the file: run 'git lfs pull'"),
+    ("tokenizer.json", b"\xff\xfe", "is no JSON: "),
+    ("tokenizer_config.json", None, "is missing; it says which special tokens"),
+    ("tokenizer_config.json", b"nothing", "is no JSON: "),
+    ("preprocessor_config.json", None, "is missing; it says how pictures are prepared"),
+    ("preprocessor_config.json", b"7", "must be a JSON object"),
+    ("processor_config.json", b"[" * 100_000, "is no JSON: "),
+    ("generation_config.json", b"{", "is no JSON: "),
+    ("chat_template.jinja", None, "holds no chat template, and there is none elsewhere"),
+    ("chat_template.jinja", b" \n", "holds no chat template"),
+    ("chat_template.jinja", b"{% for m in messages %}", "the chat template can't be read: line 1"),
+    ("chat_template.jinja", b"\xff\xfe", "can't be read: "),
+    ("chat_template.json", b'{"chat_template": "{{ x"}', ""),
+]
+
+
+@pytest.mark.parametrize(("file", "content", "words"), BROKEN)
+def test_a_small_file_that_is_missing_or_broken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: bytes | None, words: str
+) -> None:
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    (tmp_path / file).unlink(missing_ok=True)
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    if not words:  # the template beside it is taken
+        preflight.check(settings(**{"model.path": str(tmp_path)}), (), gateway=True, worker=True)
+        return
+    began = time.perf_counter()
+    said = refusal(settings(**{"model.path": str(tmp_path)}), capsys)
+    assert time.perf_counter() - began < 1
+    assert said.startswith(f"{tmp_path / file}: ")
+    assert words in said
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("chat_template.json", {"chat_template": "{{ messages }}"}),
+        ("processor_config.json", {"chat_template": "{{ messages }}"}),
+        ("tokenizer_config.json", {"chat_template": "{% generation %}a{% endgeneration %}"}),
+        (
+            "tokenizer_config.json",
+            {"chat_template": [{"name": "default", "template": "{% break %}".join(
+                ("{% for m in messages %}", "{% endfor %}"))}]},
+        ),
+    ],
+)  # fmt: skip
+def test_templates_in_all_their_places(tmp_path: Path, file: str, content: Any) -> None:
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink()
+    known = json.loads((tmp_path / file).read_text()) if (tmp_path / file).exists() else {}
+    (tmp_path / file).write_text(json.dumps(known | content))
+    preflight.check(settings(**{"model.path": str(tmp_path)}), (), gateway=True, worker=True)
+
+
+def test_a_processor_in_one_file(tmp_path: Path) -> None:
+    """As newer releases of transformers write it."""
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    pictures = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").unlink()
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": pictures}))
+    preflight.check(settings(**{"model.path": str(tmp_path)}), (), gateway=True, worker=True)
+
+
+@pytest.mark.parametrize("family", sorted(PROVEN))
+def test_all_families_pass(tiny_checkpoint: Callable[[str], Path], family: str) -> None:
+    config = settings(**{"model.path": str(tiny_checkpoint(family))})
+    preflight.check(config, (), gateway=True, worker=True)
 
 
 @pytest.mark.parametrize("wheels", [{}, {"mooncake-transfer-engine": "1", "other": "1"}])
