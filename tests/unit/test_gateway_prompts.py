@@ -51,12 +51,14 @@ async def pool(path: str) -> AsyncIterator[PromptPool]:
         await pool.close()
 
 
-def child() -> psutil.Process:
+def child(checkpoint: str = "qwen2_vl") -> psutil.Process:
+    """The process of this checkpoint: the pool for many tests has one all the time."""
     found = [
         process
         for process in psutil.Process().children()
         if process.status() != psutil.STATUS_ZOMBIE
         and "gateway.prompt_process" in " ".join(process.cmdline())
+        and checkpoint in " ".join(process.cmdline())
     ]
     assert len(found) == 1
     return found[0]
@@ -179,7 +181,7 @@ async def test_a_prompt_that_takes_too_long_dies_alone(hostile: str) -> None:
         assert slow.message == "messages: the prompt takes more than 1 s to build"
         assert all(isinstance(other, PromptPlan) for other in others)
         # A process that has just begun its life is no exception.
-        os.kill(child().pid, signal.SIGKILL)
+        os.kill(child(hostile).pid, signal.SIGKILL)
         await asyncio.sleep(0.2)
         with pytest.raises(EpdError, match="more than 1 s"):
             await pool.build(said("slow"), (), 999)
@@ -208,7 +210,7 @@ async def test_a_process_that_waits_for_ever_is_ended(
     pool = PromptPool(ModelConfig(path=hostile), 1, bounds=Bounds(cpu_s=1, mib=512))
     await pool.start()
     try:
-        child().suspend()
+        child(hostile).suspend()
         with pytest.raises(EpdError, match="more than 1 s"):
             await asyncio.wait_for(pool.build(said("a"), (), 999), 30)
         assert isinstance(await pool.build(said("a"), (), 999), PromptPlan)
