@@ -160,6 +160,15 @@ class _Life(asyncio.Protocol):
         if self._alarm is None:
             self._alarm = self._loop.call_later(self._patience, self._look)
 
+    def _loaded(self) -> None:
+        """It has answered, so that from now on requests take what they take themselves."""
+        if self._patience == (usual := _PATIENCE * self._cpu_s):
+            return
+        self._patience = usual
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
     def _look(self) -> None:
         """Once in a while, rather than with each request: is one late?"""
         self._alarm = None
@@ -195,7 +204,7 @@ class _Life(asyncio.Protocol):
             with memoryview(self._received) as view:
                 reply = orjson.loads(view[size : size + length])
             del self._received[: size + length]
-            self._patience = _PATIENCE * self._cpu_s
+            self._loaded()
             asked = self.asked.popleft()
             asked.over()
             if not asked.reply.done():  # else given up
