@@ -183,7 +183,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(400, invalid("this is no HTTP request that can be understood"))
 
     def _refuse(self, status: int, error: EpdError) -> None:
-        if self._answering:  # the answer to an earlier request would be cut in two
+        broken_body = self._in_body and not (self.pipeline or self.cycle.response_started)
+        if self._answering and not broken_body:  # an earlier answer would be cut in two
             self.transport.abort()
             return
         request_id = new_request_id()

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
+import threading
+import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from epd.config import Config, FetchConfig, LimitsConfig
 from epd.errors import EpdError, ErrorKind
+from gateway import pictures
 from gateway.budget import Budget
 from gateway.content import ImageSource
 from gateway.images import PictureReader, Served
@@ -109,3 +117,49 @@ async def test_low_detail_is_another_identity(reader: tuple[PictureReader, Web])
     (small,) = await reader[0].read(sources(tiny), Budget(1 << 30).hold())
     (same,) = await reader[0].read(sources(tiny, low_detail=True), Budget(1 << 30).hold())
     assert small == same, "what is small already is not another picture"
+
+
+@given(st.text("%0aF\xe9xg", max_size=40), st.integers(3, 9))
+def test_escapes_are_read_as_pythons_library_does(text: str, size: int) -> None:
+    """In slices of any size, none of which cuts an escape in two."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pictures, "_SLICE", size)
+        assert pictures.unescaped(text) == unquote_to_bytes(text)
+
+
+@given(st.binary(max_size=40), st.sampled_from([4, 8]))
+def test_base64_in_slices(data: bytes, size: int) -> None:
+    text = base64.b64encode(data).decode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pictures, "_SLICE", size)
+        assert pictures._strict(text) == data
+        if text.endswith("="):
+            with pytest.raises(ValueError, match="padding"):
+                pictures._strict(text + "AAAA")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["a" * 30_000_000, " " * 30_000_000, ";" * 30_000_000, "data:" + "a" * 30_000_000,
+     "data:," + "%00" * 10_000_000, "data:,;" + " " * 30_000_000],
+)  # fmt: skip
+def test_long_texts_hold_nobody_up(url: str) -> None:
+    """What holds the interpreter holds every other thread."""
+    longest, over = [0.0], threading.Event()
+
+    def tick() -> None:
+        while not over.is_set():
+            before = time.perf_counter()
+            time.sleep(0.001)
+            longest[0] = max(longest[0], time.perf_counter() - before)
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    began = time.process_time()
+    with contextlib.suppress(EpdError):
+        pictures.file_bytes(ImageSource(url, "url"), LimitsConfig())
+    took = time.process_time() - began
+    over.set()
+    ticking.join()
+    assert took < 5
+    assert longest[0] < 0.5
