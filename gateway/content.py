@@ -37,7 +37,10 @@ _NOT_SERVED: dict[str, Sequence[Any]] = {
 }
 _PART_NOT_SERVED: dict[str, Sequence[Any]] = {"cache_control": (), "prompt_cache_breakpoint": ()}
 _UNSERVED_PARTS = frozenset(
-    {"input_audio", "audio_url", "video", "video_url", "file", "refusal", "input_image"}
+    {
+        *("input_audio", "audio_url", "video", "video_url", "input_video"),
+        *("file", "input_file", "refusal", "input_image"),
+    }
 )
 _MOST_CALLS = 128
 

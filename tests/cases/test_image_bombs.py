@@ -77,6 +77,7 @@ def test_img_02_broken_data_does_not_spin(
         return ask(cluster, file(noise(72, 56, seed)), stream=stream)  # that no cache knows
 
     usual = sorted(good(100 * first + at).seconds for at in range(5))[2]
+    cluster.assert_clean()  # a call is counted when it has ended, after its answer
     before = counter(cluster.worker("encode").metrics(), tried)
     beside: list[Reply] = []
     bad: list[Reply] = []
@@ -121,6 +122,7 @@ def test_img_15_too_many_pixels_cost_nothing(cluster: Cluster) -> None:
     assert len(bomb) < 400_000
     asked = body(bomb, text("What is it?"))
     usual = sorted(ask(cluster, file(noise(72, 56, 900 + at))).seconds for at in range(5))[2]
+    cluster.assert_clean()
     encoded = counter(cluster.worker("encode").metrics(), "epd_requests_total")
     rounds: list[tuple[float, float]] = []
     for at in range(3):
@@ -135,6 +137,7 @@ def test_img_15_too_many_pixels_cost_nothing(cluster: Cluster) -> None:
     # The quickest of three: nine clients of this very process wait for each other, too.
     assert min(slowest for slowest, _ in rounds) < promised(1)
     assert min(beside for _, beside in rounds) < 2 * usual + 0.5
+    cluster.assert_clean()
     after = counter(cluster.worker("encode").metrics(), "epd_requests_total")
     assert after == encoded + 3, "a bomb was sent on"
 
