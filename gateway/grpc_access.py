@@ -63,7 +63,8 @@ class AccessLog(grpc.aio.ServerInterceptor):
             code, started = grpc.StatusCode.UNIMPLEMENTED, time.monotonic()
             try:
                 await grpc_ids.tell(context)
-                await context.abort(code, "there is no such method")
+                named = (("x-request-id", grpc_ids.request_id()),)
+                await context.abort(code, "there is no such method", named)
             finally:
                 write_line("gRPC", path, code.name, started, self._name(context))
 

@@ -173,12 +173,13 @@ class TypedErrors(grpc.aio.ServerInterceptor):
         level = logging.INFO if error.mapping.users_fault else logging.WARNING
         logger.log(level, error.message, extra={"kind": str(error.kind), "param": error.param})
         code, message, metadata = to_status(error)
+        # Again: Python's own client may see the status first, and no first metadata then.
+        named = (("x-request-id", found),) if (found := request_id()) else ()
         try:
             async with asyncio.timeout(TAKEN_WITHIN_S):
-                await context.abort(code, message, tuple(metadata))
+                await context.abort(code, message, (*metadata, *named))
         except TimeoutError:
-            found = cut_off()
-            logger.warning("the peer takes no status", extra={"cut_off": found})
+            logger.warning("the peer takes no status", extra={"cut_off": cut_off()})
             raise asyncio.CancelledError from None
 
 
