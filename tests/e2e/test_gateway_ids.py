@@ -22,6 +22,7 @@ from tests.e2e.gateway_house import CHAT, House, body, config
 from tests.e2e.http_client import Connection
 from tests.e2e.test_gateway_access import KEY, bearer, opened
 from tests.e2e.test_gateway_bounds import connect, until_end
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.timeout(60)
 MINE = "mine-42"
@@ -49,7 +50,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[dict[str, Any]]]:
 
 
 async def until(lines: list[Any], count: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while len(lines) < count:
             await asyncio.sleep(0.01)
 
@@ -150,7 +151,7 @@ async def test_what_is_no_request_yet(
     async with opened(loaded, head_s=0.5) as house:
         reader, writer = await connect(house)
         writer.write(sent)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             read = await until_end(reader)
         writer.close()
         await until(lines, 1)
@@ -165,7 +166,7 @@ async def test_one_connection_too_many(loaded: Loaded, lines: list[dict[str, Any
     async with opened(loaded, max_connections=1) as house:
         _, held = await connect(house)
         reader, writer = await connect(house)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             read = (await reader.read()).decode()
         assert f"x-request-id: {lines[0]['request']}\r\n" in read
         assert lines[0]["status"] == 503

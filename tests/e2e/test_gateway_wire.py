@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.fake_stages import Call
 from tests.e2e.gateway_house import CHAT, House, raw
 from tests.e2e.test_gateway_bounds import connect, until_end
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -25,7 +26,7 @@ async def said(house: House, data: bytes) -> bytes:
     """All that comes back until the connection ends."""
     reader, writer = await connect(house)
     writer.write(data)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         read = await until_end(reader)
     writer.close()
     return read

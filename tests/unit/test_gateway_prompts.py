@@ -182,7 +182,7 @@ async def test_a_prompt_that_takes_too_long_dies_alone(hostile: str) -> None:
         assert all(isinstance(other, PromptPlan) for other in others)
         # A process that has just begun its life is no exception.
         os.kill(child(hostile).pid, signal.SIGKILL)
-        await asyncio.sleep(0.2)
+        await until(lambda: pool.rebuilt == 2)
         with pytest.raises(EpdError, match="more than 1 s"):
             await pool.build(said("slow"), (), 999)
         assert pool.rebuilt == 3
