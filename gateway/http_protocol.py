@@ -183,8 +183,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(400, invalid("this is no HTTP request that can be understood"))
 
     def _refuse(self, status: int, error: EpdError) -> None:
-        broken_body = self._in_body and not (self.pipeline or self.cycle.response_started)
-        if self._answering and not broken_body:  # an earlier answer would be cut in two
+        if self._answering and (
+            not self._in_body or self.pipeline or self.cycle.response_started
+        ):  # another request's answer, or the begun one to this, would be cut in two
             self.transport.abort()
             return
         request_id = new_request_id()

@@ -85,6 +85,15 @@ async def test_what_two_readers_could_read_differently(house: House, name: str) 
     assert json.loads(read.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    "line", ["CONNECT a:1 HTTP/1.1", "BREW / HTTP/1.1", "PRI * HTTP/2.0", "GET a:b HTTP/1.1"]
+)
+async def test_what_is_no_request_of_ours_is_told_so(house: House, line: str) -> None:
+    read = await said(house, f"{line}\r\nhost: epd\r\n\r\n".encode())
+    assert read.startswith(b"HTTP/1.1 400 ")
+    assert b"x-request-id: req-" in read
+
+
 @pytest.mark.parametrize("how", ["half", "reset"])
 async def test_who_ends_a_connection_has_left(house: House, how: str) -> None:
     """Also by half: as with nginx, it means that nobody reads any more."""
