@@ -22,6 +22,7 @@ from epd.errors import EpdError, ErrorKind, invalid
 from epd.rpc.handlers import Behaviour, behaviour_of, is_ours, with_behaviour
 from epd.rpc.status import to_status
 from gateway.access import Access
+from gateway.grpc_wire import bounded
 from gateway.outcomes import beginning
 
 _ANSWERS = frozenset({"/epd.v1.Gateway/Chat", "/epd.v1.Gateway/Complete"})
@@ -64,7 +65,10 @@ class Receipt(grpc.aio.ServerInterceptor):
             return handler
         wrap = self._streaming if handler.response_streaming else self._single
         read = wrap(behaviour_of(handler), handler_call_details.method)
-        return with_behaviour(handler, read, request_streaming=True)
+        made = with_behaviour(handler, read, request_streaming=True)
+        if not is_ours(handler_call_details.method):
+            return made
+        return made._replace(request_deserializer=bounded(handler.request_deserializer))
 
     def _single(self, behaviour: Behaviour, method: str) -> Behaviour:
         async def handle(_: AsyncIterator[Any], context: Any) -> Any:

@@ -19,7 +19,7 @@ from epd.text.messages import ChatMessage, ImagePart, TextPart, ToolCall
 from gateway.completions import DEFAULT_MAX_TOKENS, read_prompt
 from gateway.content import Conversation, ImageSource, Reading, check_arguments, conversation
 from gateway.fields import Fields
-from gateway.schema import ChatCall, Generation, read_generation, with_tools
+from gateway.schema import MOST_IDS, ChatCall, Generation, read_generation, with_tools
 from gateway.tools import ToolUse, read_tools
 from protos.epd.v1 import gateway_pb2 as pb
 
@@ -75,6 +75,8 @@ def completion_call(
     if kind is None:
         raise invalid("text: is missing, and so are ids", "text")
     name = "text" if kind == "text" else "ids.ids"
+    if len(request.ids.ids) > MOST_IDS:
+        raise too_many(name, len(request.ids.ids), MOST_IDS, "ids")
     value: Any = request.text if kind == "text" else list(request.ids.ids)
     prompt = read_prompt(Fields({name: value}, ""), name, vocab_size)
     said = Conversation((), ())
@@ -95,6 +97,9 @@ def tokenize_call(request: pb.TokenizeRequest, limits: LimitsConfig, vocab_size:
 
 
 def _generation(options: pb.GenerationOptions, limits: LimitsConfig, vocab_size: int) -> Generation:
+    for name in ("logit_bias", "stop_token_ids"):  # before they are made lists of
+        if (found := len(getattr(options, name))) > limits.max_token_ids:
+            raise too_many(f"options.{name}", found, limits.max_token_ids, "token ids")
     fields = Fields(_options(options), "options")
     generation = read_generation(fields, limits, vocab_size)
     fields.done()

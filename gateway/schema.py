@@ -25,7 +25,7 @@ from gateway.tools import ToolUse, read_tools
 _GREEDY_BELOW = 1e-5
 """A temperature under this would overflow half precision: it means greedy."""
 _INT64 = 1 << 63
-_MOST_VALUES = 1_000_000
+MOST_IDS = _MOST_VALUES = 1_000_000
 """More than any prompt has tokens, or commas. A parser makes 60 bytes and more of each."""
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]*")
 _MANY_TOKENS = (1 << 31) - 1

@@ -101,6 +101,16 @@ async def test_what_is_no_message_is_the_callers_fault(loaded: Loaded, method: s
         assert house.journal == []
 
 
+async def test_small_values_by_the_hundred_thousand_are_not_parsed(loaded: Loaded) -> None:
+    async with opened(loaded) as house, grpc.aio.insecure_channel(house.grpc) as channel:
+        call = channel.unary_stream(CHAT)(b"\x0a\x00" * 100_000)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(call))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "values, at most 65536 are allowed" in (caught.value.details() or "")
+        assert house.journal == []
+
+
 async def test_bytes_of_all_messages_in_flight_are_bounded(loaded: Loaded) -> None:
     async with (
         opened(loaded, {"max_inflight_mib": 1}) as house,
