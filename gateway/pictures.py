@@ -109,7 +109,8 @@ def _base64(text: str, param: str, reason: str) -> bytes:
         pass
     try:
         raw = unescaped(text) if "%" in text else text.encode("ascii")
-        raw = raw.translate(_URL_SAFE, _SPACE).rstrip(b"=")
+        pieces = (raw[at : at + _SLICE] for at in range(0, len(raw), _SLICE))
+        raw = b"".join(piece.translate(_URL_SAFE, _SPACE) for piece in pieces).rstrip(b"=")
         return _strict(raw + b"=" * (-len(raw) % 4))
     except (ValueError, UnicodeEncodeError) as error:
         raise _bad(f"{reason}: {_brief(error)}", param) from error
