@@ -97,10 +97,10 @@ class Registry:
         self._wake()
 
     def drain(self, worker: Worker) -> None:
-        """The worker takes nothing new, and ends what it began. What only waits there goes
-        to another one, if there is one: prompts, and pictures of other processes' prompts.
-        (Sequences that wait for decode's blocks stay: the blocks that they hold in prefill
-        would be quarantined.)"""
+        """The worker takes nothing new, and ends what it began. What waits there goes to
+        another one, if there is one: prompts that hold nothing yet, and pictures of other
+        processes' prompts without an embedding. (Sequences that wait for decode's blocks
+        stay: the blocks that they hold in prefill would be quarantined.)"""
         worker.draining = True
         self.heard(worker)
         stages = worker.card.stages
