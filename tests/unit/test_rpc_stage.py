@@ -50,6 +50,9 @@ class IdleWorker:
     def state(self) -> Mapping[str, object]:
         return {"tickets": 0, "streams": len(self.streams)}
 
+    def hand_back(self) -> None:
+        pass
+
     def check_integrity(self) -> None:
         pass
 
