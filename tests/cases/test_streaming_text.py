@@ -293,8 +293,10 @@ async def test_str_09_a_slow_stream_comes_whole(house: House, form: str) -> None
     (decode,) = (fake for fake in house.fakes if fake.stage is Stage.DECODE)
     text, began, last = "", time.monotonic(), 0.0
     async for piece in pieces(house, form):
-        assert decode.calls or len(wanted) - len(text) < 8, "decode was let go too early"
         text += piece
+        # The first token is prefill's, and may be here before decode is asked.
+        among = 1 < len(text) < len(wanted) - 8
+        assert decode.calls or not among, "decode was let go too early"
         last = time.monotonic()
     assert text == wanted
     assert last - began > 4
