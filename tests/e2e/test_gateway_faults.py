@@ -128,12 +128,17 @@ async def test_a_preempted_request_goes_on_with_the_only_decode(house: House) ->
 
 async def test_what_waits_at_a_leaving_prefill_goes_to_another_at_once(house: House) -> None:
     await house.add(Stage.PREFILL, "prefill-2")
-    house.script.hooks["prefill.job"] = hang
+    reached: list[Call] = []
+
+    async def wait_here(call: Call) -> None:
+        reached.append(call)
+        await hang(call)
+
+    house.script.hooks["prefill.job"] = wait_here
     waiting = asyncio.create_task(house.chat())
-    await until(lambda: any(f.calls for f in house.fakes if f.stage is Stage.PREFILL))
-    del house.script.hooks["prefill.job"]
-    leaving = next(fake for fake in house.fakes if fake.stage is Stage.PREFILL and fake.calls)
-    await until(lambda: all(call.job is not None for call in leaving.calls))
+    await until(lambda: reached)
+    del house.script.hooks["prefill.job"]  # the next one goes on
+    leaving = reached[0].worker
     leaving.leaving = True
     assert (await asyncio.wait_for(waiting, LIMIT_S)).status == 200
     assert [job.attempt for job in house.script.jobs_of(Stage.PREFILL)] == [0, 1]

@@ -9,7 +9,7 @@ import grpc.aio
 from gateway.app import counts
 from gateway.checkpoint import Loaded
 from protos.epd.v1 import gateway_pb2_grpc
-from tests.e2e.fake_stages import hang
+from tests.e2e.fake_stages import Call, hang
 from tests.e2e.gateway_house import CHAT, House, body, raw
 from tests.e2e.http_client import Connection, post
 from tests.e2e.test_gateway_access import KEY, OTHER, ask, bearer, opened
@@ -71,9 +71,15 @@ async def test_what_waits_at_the_door_costs_nothing_and_is_let_in_later(loaded: 
 async def test_nobody_is_held_for_longer_than_configured(loaded: Loaded) -> None:
     async with opened(loaded, api_keys=(KEY, OTHER), hold_s=0.2) as house:
         await storm(house)
-        house.script.hooks["decode.token"] = hang
+        reached = asyncio.Event()
+
+        async def wait_here(call: Call) -> None:
+            reached.set()
+            await hang(call)
+
+        house.script.hooks["decode.token"] = wait_here
         other = await Connection.send(house.http, "POST", CHAT, raw(stream=True), **bearer(OTHER))
-        await other.head()
-        del house.script.hooks["decode.token"]
+        await asyncio.wait_for(reached.wait(), LIMIT_S)
+        del house.script.hooks["decode.token"]  # the next one goes on
         assert (await post(house.http, CHAT, body(), **bearer(KEY))).status == 200
         other.close()
