@@ -14,9 +14,10 @@ patch_torchvision() {
 import pathlib, sys
 file = pathlib.Path(sys.argv[1], "torchvision", "_meta_registrations.py")
 text = file.read_text()
-for name in ("nms", "qnms"):
-    line = f'@torch.library.register_fake("torchvision::{name}")'
-    text = text.replace("\n" + line, "\n# no compiled part: " + line)
+for operator in ("nms", "qnms"):
+    name = "::".join(("torchvision", operator))
+    decorator = f'torch.library.register_fake("{name}")'
+    text = text.replace("\n@" + decorator, "\n# no compiled part: @" + decorator)
 file.write_text(text)
 PY
   grep -q _has_image_ops "$site/torchvision/io/image.py" || return 0
