@@ -20,6 +20,7 @@ from tests.e2e.conftest import MakeCluster
 from tests.netns import Network, Node, open_network
 
 RATE, LOSS = "1gbit", 0.01
+MOST_ROUNDS = 40
 SETTINGS = {
     "model.exact": "true",  # an answer doesn't depend on who else is there
     "limits.request_deadline_s": "30",
@@ -73,10 +74,17 @@ async def traffic(
 async def test_right_answers_over_a_cable_that_loses_packets(
     traffic: Traffic, network: Network, hosts: tuple[Node, Node]
 ) -> None:
-    before = sum(network.resent(host.link()) for host in hosts)
-    assert not await traffic.check_all()
-    # Or nothing was lost, and this showed nothing.
-    assert sum(network.resent(host.link()) for host in hosts) > before
+    def resent() -> int:
+        return sum(network.resent(host.link()) for host in hosts)
+
+    before = resent()
+    # The few packets of these small models may all arrive: ask until one had to be sent
+    # again, or this showed nothing.
+    for _ in range(MOST_ROUNDS):
+        assert not await traffic.check_all()
+        if resent() > before:
+            return
+    pytest.fail(f"not one packet of {MOST_ROUNDS} rounds was lost")
 
 
 @pytest.mark.parametrize("seconds", [0.5, 4.0], ids=["short", "longer than a worker may be silent"])
