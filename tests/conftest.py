@@ -26,6 +26,14 @@ settings.register_profile(
 settings.register_profile("explore", parent=settings.get_profile("steady"), derandomize=False)
 settings.load_profile("steady")
 
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """With `--reruns`: why a test needed another try, or nobody would look for the cause."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"FAILED AT FIRST: {report.nodeid}", sep="!")
+        terminalreporter.write_line(report.longreprtext)
+
+
 TinyCheckpoint = Callable[..., Path]
 
 
