@@ -2,10 +2,12 @@
 
     python -m bench.compare CHECKPOINT OUT [--minutes 18] [--vllm VENV] [--preload LIB:LIB]
                             [--transformers VENV] [--llama BINARY,MODEL,MMPROJ]
+                            [--colocated SETTING,SETTING]... [--no-split] [--no-interference]
 
 Starts every server, then goes round after round through the scenarios of
 `bench.scenarios`, each server in turn, until the time is over; the first round is dropped.
-Then the interference of image prompts with running decodes. Writes OUT/compare.json with
+Then the interference of image prompts with running decodes. `--colocated` adds an `epd` in
+one process with other settings, e.g. prefill.step_ms=1000. Writes OUT/compare.json with
 every request and OUT/compare.md. How to install the rivals: bench/peers/README.md.
 
 Servers that are not being measured idle; what other processes used is in the tables.
@@ -26,7 +28,7 @@ from typing import Any
 import orjson
 import psutil
 
-from bench.contenders import Contender, Start, all_running, epd_split, epd_together, rival
+from bench.contenders import Contender, Start, all_running, epd_split, epd_together, epd_with, rival
 from bench.peers import servers
 from bench.scenarios import (
     AS_RECORDED,
@@ -58,6 +60,7 @@ class Comparison:
     """On the event loop's clock (time.monotonic()): no round begins that would end later."""
     rounds: dict[str, list[Round]] = field(default_factory=dict)
     """By scenario; "interference" is one of them."""
+    interference_rounds: int = _INTERFERENCE_ROUNDS
 
     def keep(self, scenario: str, done: Round) -> None:
         self.rounds.setdefault(scenario, []).append(done)
@@ -82,7 +85,7 @@ async def measure(
     """Warm-up, then rounds as long as one more fits before the interference."""
     fast = [target for target in targets if target.name not in SLOW]
     clock = asyncio.get_running_loop().time
-    end = comparison.until - _INTERFERENCE_S * _INTERFERENCE_ROUNDS * len(fast)
+    end = comparison.until - _INTERFERENCE_S * comparison.interference_rounds * len(fast)
     number, expected_s = 0, 0.0
     while number < 2 or clock() + expected_s < end:
         taking_part = list(targets) if number <= SLOW_ROUNDS else fast
@@ -125,7 +128,7 @@ async def _once(scenario: Scenario, target: Target, number: int) -> Round:
 
 async def _interfere(comparison: Comparison, targets: Sequence[Target]) -> None:
     fast = [target for target in targets if target.name not in SLOW]
-    for number in range(_INTERFERENCE_ROUNDS):
+    for number in range(comparison.interference_rounds):
         for target in _in_turn(fast, number):
             done = await run_round(target, AS_RECORDED, number, interference(), Limits(120.0))
             comparison.keep("interference", done)
@@ -156,8 +159,10 @@ def tables(comparison: Comparison, scenarios: Sequence[Scenario]) -> str:
         for column in scenario.columns
     ]
     parts = [markdown(head, rows)]
-    rows = [_figure_row(comparison, "interference", column) for column in INTERFERENCE]
-    parts += ["Interference: 4 streams decode, 3 bursts of 3 image prompts", markdown(head, rows)]
+    if "interference" in comparison.rounds:
+        rows = [_figure_row(comparison, "interference", column) for column in INTERFERENCE]
+        parts += ["Interference: 4 streams decode, 3 bursts of 3 image prompts"]
+        parts += [markdown(head, rows)]
     parts += ["\n".join(f"- {c.name}: {c.how}" for c in comparison.contenders)]
     parts += ["Cores used while each was measured (median of rounds)", _cores(comparison)]
     return "\n\n".join(parts)
@@ -245,6 +250,8 @@ def main() -> None:
     with all_running(_starts(given)) as contenders:
         print("up:", "; ".join(f"{c.name} ({c.how})" for c in contenders), flush=True)
         comparison = Comparison(contenders, until)
+        if given.no_interference:
+            comparison.interference_rounds = 0
         try:
             asyncio.run(compare(comparison, SCENARIOS))
         finally:  # what was measured is kept, whatever ended it
@@ -255,7 +262,10 @@ def main() -> None:
 
 def _starts(given: argparse.Namespace) -> list[Start]:
     threads, checkpoint = given.threads, given.checkpoint
-    starts = [epd_together(checkpoint, threads, given.out), epd_split(checkpoint, given.out)]
+    starts = [epd_together(checkpoint, threads, given.out)]
+    starts += [epd_with(checkpoint, threads, given.out, s.split(",")) for s in given.colocated]
+    if not given.no_split:
+        starts.append(epd_split(checkpoint, given.out))
     found = []
     if given.vllm:
         found.append(servers.vllm(given.vllm, checkpoint, threads, given.preload))
@@ -275,6 +285,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=18.0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--colocated", action="append", default=[], metavar="SETTING,SETTING")
+    parser.add_argument("--no-split", action="store_true")
+    parser.add_argument("--no-interference", action="store_true")
     parser.add_argument("--vllm", type=Path)
     parser.add_argument("--preload", default="", help="libraries for vLLM: tcmalloc, OpenMP")
     parser.add_argument("--transformers", type=Path)

@@ -54,23 +54,28 @@ def epd_split(checkpoint: Path, out: Path) -> Start:
 
 def epd_monolithic(checkpoint: Path, threads: int, out: Path, step_ms: float) -> Start:
     """All stages in one process, with this chunk budget."""
-    settings = [f"model.threads={threads}", f"prefill.step_ms={step_ms:g}"]
-    how = f"all stages in one process, {threads} threads, prefill.step_ms={step_ms:g}"
-    flags = ("--stages", "encode+prefill+decode")
     name = f"epd monolithic, {step_ms:g} ms"
+    return epd_with(checkpoint, threads, out, (f"prefill.step_ms={step_ms:g}",), name)
+
+
+def epd_with(
+    checkpoint: Path, threads: int, out: Path, settings: Sequence[str], name: str = ""
+) -> Start:
+    """All stages in one process, with these settings, which are its name, too."""
+    how = ", ".join(["all stages in one process", f"{threads} threads", *settings])
+    name = name or ", ".join(["epd colocated", *(s.rpartition(".")[2] for s in settings)])
+    flags = ("--stages", "encode+prefill+decode")
+    settings = (f"model.threads={threads}", *settings)
     return lambda: _epd(name, checkpoint, settings, flags, how, out)
 
 
 def epd_together(checkpoint: Path, threads: int, out: Path) -> Start:
     """All stages in one process where this version can, else in processes that share all
     cores."""
-    flags: tuple[str, ...] = ()
-    how = f"processes that share the cores, {threads} threads each"
     if _can_colocate():
-        flags = ("--stages", "encode+prefill+decode")
-        how = f"all stages in one process, {threads} threads"
-    name = "epd colocated" if flags else "epd shared"
-    return lambda: _epd(name, checkpoint, [f"model.threads={threads}"], flags, how, out)
+        return epd_with(checkpoint, threads, out, ())
+    how = f"processes that share the cores, {threads} threads each"
+    return lambda: _epd("epd shared", checkpoint, [f"model.threads={threads}"], (), how, out)
 
 
 def _can_colocate() -> bool:

@@ -121,6 +121,9 @@ class PrefillConfig(_StageSection):
     step_ms: float = Field(250.0, ge=0)
     """What a forward should take: the budget shrinks to it, by measurement, since a
     cancelled request goes on until the running forward is done. 0: always step_tokens."""
+    lone_step_ms: float = Field(1000.0, ge=0)
+    """The same while nobody waits for the forward's end: there is one request, and no answer
+    runs in this process. Larger chunks cost less a token. Less than step_ms: no difference."""
     overlap: bool = True
     """Compute what is there while other pictures of the request are encoded, and let decode
     read finished blocks meanwhile. False, for measuring and debugging: a request's first

@@ -1,7 +1,9 @@
 """How many tokens a step may have so that it takes about as long as it should.
 
-A step can't be interrupted: its length is how long a cancelled request goes on, and
-how long a short prompt waits behind a long one. Pure: no clock, no torch.
+A step can't be interrupted: its length is how long a cancelled request goes on, how long
+a short prompt waits behind a long one, and, where decode is in the same process, how long
+running answers wait. While there is one request and nothing else, only the first counts:
+then larger steps are better, which cost less a token. Pure: no clock, no torch.
 """
 
 from __future__ import annotations
@@ -17,22 +19,24 @@ _WEIGHT: Final = 0.5
 class StepBudget:
     """Follows the measured cost of a token; never above `most` tokens.
 
-    `target_ms` 0 means: always `most`.
+    `target_ms` 0 means: always `most`. `lone_ms` is the target of a step that nobody waits
+    for; it counts where it is the larger one.
     """
 
-    def __init__(self, most: int, target_ms: float) -> None:
+    def __init__(self, most: int, target_ms: float, lone_ms: float = 0.0) -> None:
         self._most = most
         self._target_ms = target_ms
+        self._lone_ms = max(lone_ms, target_ms)
         self._ms_per_token: float | None = None
 
-    @property
-    def tokens(self) -> int:
-        """For the next step; at least one grain (or `most`), so that work goes on."""
+    def tokens(self, *, alone: bool = False) -> int:
+        """For the next step; at least one grain (or `most`), so that work goes on. `alone`:
+        nobody waits for its end but the one request that it is for."""
         if not self._target_ms:
             return self._most
         if self._ms_per_token is None:
             return min(self._most, _FIRST)
-        fit = int(self._target_ms / self._ms_per_token)
+        fit = int((self._lone_ms if alone else self._target_ms) / self._ms_per_token)
         return min(self._most, max(_GRAIN, fit // _GRAIN * _GRAIN))
 
     def observe(self, tokens: int, ms: float) -> None:

@@ -87,7 +87,7 @@ class PrefillWorker(StageWorker[Ticket]):
         )
         self._runner = Runner(lm, kv.pool, self._landing)
         limits = config.prefill
-        self._budget = StepBudget(limits.step_tokens, limits.step_ms)
+        self._budget = StepBudget(limits.step_tokens, limits.step_ms, limits.lone_step_ms)
         self._scheduler = Scheduler(
             limits.step_tokens,
             limits.chunk_tokens,
@@ -241,9 +241,16 @@ class PrefillWorker(StageWorker[Ticket]):
             if ticket.half_closed and ticket.missing:
                 self._fail(ticket, _half_closed(ticket))
 
+    @property
+    def _alone(self) -> bool:
+        """Whether a step holds up nobody: one request is here, and no answer runs. Pictures
+        that are encoded in this process are that request's: it was told what it lacks."""
+        requests = self._scheduler.running + self._scheduler.waiting
+        return requests < 2 and not self.steps.busy(Stage.DECODE)
+
     async def _step(self) -> bool:
         self._admit()
-        chunks = self._scheduler.next_batch(self._budget.tokens)
+        chunks = self._scheduler.next_batch(self._budget.tokens(alone=self._alone))
         if not chunks:
             return False
         work = [(chunk, self._tickets[chunk.key]) for chunk in chunks]
@@ -348,7 +355,7 @@ class PrefillWorker(StageWorker[Ticket]):
             **self._kv.state(),
             "weights_bytes": self._lm.weights_bytes,
             **self._landing.state(),
-            "step_budget": self._budget.tokens,
+            "step_budget": self._budget.tokens(alone=self._alone),
         }
 
     def check_integrity(self) -> None:

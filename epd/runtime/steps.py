@@ -34,17 +34,19 @@ class EngineThread:
         )
         self.advanced = time.monotonic()
         """When a part of a step was done last."""
-        self._wakes: list[asyncio.Event] = []
+        self._loops: list[StepLoop] = []
 
-    def join(self) -> asyncio.Event:
-        """A new loop's wake-up call."""
-        wake = asyncio.Event()
-        self._wakes.append(wake)
-        return wake
+    def join(self, loop: StepLoop) -> None:
+        """Its steps run here from now on."""
+        self._loops.append(loop)
+
+    def busy(self, stage: str) -> bool:
+        """Whether a stage has work here that a step could do now."""
+        return any(loop.busy_now for loop in self._loops if loop.stage == stage)
 
     def poke(self) -> None:
-        for wake in self._wakes:
-            wake.set()
+        for loop in self._loops:
+            loop.wake.set()
 
     def advance(self) -> None:
         """A part of the running step is done (a layer): however long the whole takes, it
@@ -73,11 +75,12 @@ class StepLoop:
         runnable: Callable[[], bool],
         thread: EngineThread | None = None,
     ) -> None:
-        self._stage = stage
+        self.stage = stage
         self._step = step
         self._runnable = runnable
         self._thread = thread or EngineThread(stage)
-        self._wake = self._thread.join()
+        self.wake = asyncio.Event()
+        self._thread.join(self)
         self._faults = from_environment()
         self._task: asyncio.Task[None] | None = None
         self._last_progress = time.monotonic()
@@ -88,12 +91,21 @@ class StepLoop:
 
     def start(self) -> asyncio.Task[None]:
         """The task ends only by `close`, or by a bug of ours, which it raises."""
-        self._task = asyncio.create_task(self._forever(), name=f"{self._stage} steps")
+        self._task = asyncio.create_task(self._forever(), name=f"{self.stage} steps")
         return self._task
 
     def poke(self) -> None:
         """Something changed: there may be work."""
         self._thread.poke()
+
+    @property
+    def busy_now(self) -> bool:
+        """A step is under way, or there is work for one."""
+        return self.in_step or self._runnable()
+
+    def busy(self, stage: str) -> bool:
+        """The same of a stage in this process; false of one that is elsewhere."""
+        return self._thread.busy(stage)
 
     @property
     def advance(self) -> Callable[[], None]:
@@ -119,19 +131,19 @@ class StepLoop:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread.executor, timed)
         except Exception:
-            metrics.STEP_FAILURES.labels(self._stage).inc()
+            metrics.STEP_FAILURES.labels(self.stage).inc()
             raise
         finally:
             self.in_step = False
             self.steps += 1
             self._last_progress = time.monotonic()
-            metrics.STEPS.labels(self._stage).inc()
-            metrics.STEP_SECONDS.labels(self._stage).observe(self.last_ms / 1e3)
-            metrics.STEP_SIZE.labels(self._stage).observe(size)
+            metrics.STEPS.labels(self.stage).inc()
+            metrics.STEP_SECONDS.labels(self.stage).observe(self.last_ms / 1e3)
+            metrics.STEP_SIZE.labels(self.stage).observe(size)
 
     def stalled_for(self) -> float:
         """Seconds since the last progress while there is work; 0 without work."""
-        if not (self.in_step or self._runnable()):
+        if not self.busy_now:
             self._last_progress = time.monotonic()
         # One thread: another stage's layers are what a step in the queue waits for.
         last = max(self._last_progress, self._thread.advanced if self.in_step else 0.0)
@@ -146,7 +158,7 @@ class StepLoop:
 
     async def _forever(self) -> None:
         while True:
-            await self._wake.wait()
-            self._wake.clear()
+            await self.wake.wait()
+            self.wake.clear()
             while await self._step():
                 await asyncio.sleep(0)  # streams get their turn between steps

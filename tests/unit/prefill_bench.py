@@ -17,8 +17,8 @@ from tests.waiting import LIMIT_S, until
 
 
 class Bench:
-    def __init__(self, **settings: Any) -> None:
-        self.lm, self.memory = FakeLm(), FakeMemory()
+    def __init__(self, model: FakeLm | None = None, **settings: Any) -> None:
+        self.lm, self.memory = model or FakeLm(), FakeMemory()
         lm: Any = self.lm
         memory: Any = self.memory
         made = config(**settings)
