@@ -142,6 +142,8 @@ class AttentionStep:
     kept: Tensor | None = None
     """Rows [N] int64 whose result is wanted of the last layer, which may compute no others;
     None: all."""
+    whole: bool = False
+    """Nothing happens between the layers: they may run in one call."""
 
     @cached_property
     def tokens(self) -> int:
@@ -189,12 +191,13 @@ def plan_step(
     exact: bool,
     kernel: Kernel | None = None,
     kept: Tensor | None = None,
+    whole: bool = False,
 ) -> AttentionStep:
-    """One forward over `sequences`, in batch order; `kept`: see `AttentionStep`."""
+    """One forward over `sequences`, in batch order; `kept`, `whole`: see `AttentionStep`."""
     size = pool.layout.block_tokens
     for sequence in sequences:
         assert len(sequence.blocks) * size >= sequence.kv_len, "block table too short"
-    return AttentionStep(pool, sequences, exact, kernel, kept)
+    return AttentionStep(pool, sequences, exact, kernel, kept, whole)
 
 
 def _similar(

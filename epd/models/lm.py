@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,7 @@ from epd.models.kernels.build import Library
 from epd.models.kernels.layer import fuse_layers
 from epd.models.kernels.linear import Int8Kernel, LinearKernel, pack_linears
 from epd.models.kernels.memory import keep_freed_memory
+from epd.models.kernels.stack import stack_layers
 from epd.models.progress import report_layers
 from epd.models.quantize import NAME, quantize_linears
 from epd.models.spec import ModelSpec
@@ -44,6 +45,9 @@ from epd.models.spec import ModelSpec
 __all__ = ["ForwardBatch", "LanguageModel", "SequenceSlice"]
 
 Quantize = Literal["off", "int8", "int8-decode"]
+_WHOLE_ROWS: Final = 64
+"""In one call for all layers; more take their time, and stalls are seen by layers."""
+_PROBE_TOKENS: Final = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,8 @@ class LanguageModel:
         self._kernels = kernels
         self._attention: Kernel | None = None
         self._graphs: DecodeGraphs | None = None
+        self._whole_rows = 0
+        """So many go through all layers in one call."""
         if kernels is not None:
             self._use(kernels)
         elif device.type == "cuda" and on_device and not exact:
@@ -106,6 +112,10 @@ class LanguageModel:
             quantize_linears(self.model, ROW_TILE if exact else None)
         if exact:
             make_row_invariant(self.model)
+        if kernels is not None and stack_layers(
+            self.model.get_decoder(), kernels, torch.get_num_threads()
+        ):
+            self._try_whole()
 
     def _use(self, library: Library) -> None:
         """Run on compiled kernels from now on."""
@@ -114,6 +124,22 @@ class LanguageModel:
         pack_linears(self.model, kernel(library, threads))
         self._attention = AttentionKernel(library, threads)
         fuse_layers(self.model.get_decoder(), library, threads)
+
+    def _try_whole(self) -> None:
+        """Run few rows through all layers in one call from now on, if that gives the bits
+        that the layers give one by one."""
+        count = self.kv_layout.blocks_for(_PROBE_TOKENS)
+        batch = ForwardBatch(
+            token_ids=torch.arange(_PROBE_TOKENS).clamp(max=self.spec.vocab_size - 1),
+            positions=self.continuation(0, _PROBE_TOKENS, 0),
+            sequences=[SequenceSlice(_PROBE_TOKENS, _PROBE_TOKENS, list(range(count)))],
+            select=range(_PROBE_TOKENS),
+        )
+        pool = KvPool(self.kv_layout, count)
+        apart = self.forward(batch, pool)
+        self._whole_rows = _WHOLE_ROWS
+        if not torch.equal(apart, self.forward(batch, pool)):
+            self._whole_rows = 0
 
     @classmethod
     def load(
@@ -236,10 +262,18 @@ class LanguageModel:
             return replayed
         select = torch.as_tensor(batch.select, dtype=torch.int64, device=self.device)
         kept = select.contiguous() if len(select) < len(batch.token_ids) else None
-        step = plan_step(pool, batch.sequences, exact=self.exact, kernel=self._attention, kept=kept)
+        image_rows = self._image_rows(batch)  # models may add some between layers
+        step = plan_step(
+            pool,
+            batch.sequences,
+            exact=self.exact,
+            kernel=self._attention,
+            kept=kept,
+            whole=image_rows is None and len(batch.token_ids) <= self._whole_rows,
+        )
         assert step.tokens == len(batch.token_ids) == batch.positions.shape[1]
         token_ids, positions = self._padded(batch)
-        return self._run(token_ids, positions, select, step, self._image_rows(batch))
+        return self._run(token_ids, positions, select, step, image_rows)
 
     def _replay(self, batch: ForwardBatch, pool: KvPool) -> Tensor | None:
         """By a CUDA graph, where one fits. Placeholder ids, generated ones too, need rows."""

@@ -124,4 +124,19 @@ void epd_layer(const Weights* weights, const Step* step, int64_t rows, const bf1
   if (count < 0) finish(w, rows, x, mixed, normed, y, threads);
   else finish_kept(w, rows, kept, count, x, mixed, normed, y, threads);
 }
+
+// `layers` of them one after another, x to y. spare: [rows][hidden], for what is between them.
+// keys, values: of each layer, with its block_stride. kept: of the last layer.
+void epd_layers(const Weights* const* weights, int64_t layers, const Step* step, int64_t rows,
+                const bf16* x, const bf16* cos, const bf16* sin, bf16* const* keys,
+                bf16* const* values, const int64_t* block_stride, bf16* y, bf16* spare,
+                const int64_t* kept, int64_t count, int threads) {
+  for (int64_t i = 0; i < layers; ++i) {
+    const bool last = i == layers - 1;
+    bf16* out = (layers - i) % 2 ? y : spare;
+    epd_layer(weights[i], step, rows, x, cos, sin, keys[i], values[i], block_stride[i], out,
+              last ? kept : nullptr, last ? count : -1, threads);
+    x = out;
+  }
+}
 }

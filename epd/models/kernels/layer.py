@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import Any, Final
 
@@ -71,9 +72,11 @@ class FusedLayer:
         self._run.argtypes, self._run.restype = (*pointers, *rows, *tail), None
         self.index: int = layer.self_attn.layer_idx
         self._owned, self.struct = _weights(layer)
-        self._at = ctypes.addressof(self.struct)
+        self.at = ctypes.addressof(self.struct)
         self.last = False
         """Nobody looks at its result but for the rows that the step keeps."""
+        self.stack: Callable[..., Tensor] | None = None
+        """What it does in place of its own work in a step that asks for it (stack.py)."""
 
     def __call__(
         self,
@@ -88,18 +91,23 @@ class FusedLayer:
         assert step is not None, "this model's forward does not pass keywords to its layers"
         cos, sin = position_embeddings
         rows = hidden_states.shape[1]
-        keys, values = step.pool.k(self.index), step.pool.v(self.index)
-        out = torch.empty_like(hidden_states)
         kept, count = None, -1
-        if self.last and step.kept is not None:
+        if step.kept is not None:
             kept, count = step.kept.data_ptr(), len(step.kept)
         assert hidden_states.is_contiguous()
         assert cos.is_contiguous()
         assert sin.is_contiguous()
         assert cos.shape == sin.shape == (1, rows, self.struct.d)
-        assert hidden_states.dtype is cos.dtype is sin.dtype is keys.dtype is torch.bfloat16
+        assert hidden_states.dtype is cos.dtype is sin.dtype is torch.bfloat16
+        if step.whole and self.stack is not None:
+            return self.stack(hidden_states, cos, sin, step, kept, count)
+        if not self.last:
+            kept, count = None, -1
+        keys, values = step.pool.k(self.index), step.pool.v(self.index)
+        assert keys.dtype is torch.bfloat16
+        out = torch.empty_like(hidden_states)
         self._run(
-            *(self._at, step.tables.address, rows, hidden_states.data_ptr()),
+            *(self.at, step.tables.address, rows, hidden_states.data_ptr()),
             *(cos.data_ptr(), sin.data_ptr(), keys.data_ptr(), values.data_ptr()),
             *(keys.stride(0), out.data_ptr(), kept, count, self._threads),
         )
