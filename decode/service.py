@@ -75,8 +75,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             self._worker.begin(ticket, first, start.kv_tokens)
         elif kind == "cancel":
             self._worker.cancel(ticket)
+        elif kind == "recall":
+            self._worker.recall(ticket)
         else:
-            raise invalid("only kv_ready, start or cancel can follow the job", kind)
+            raise invalid("only kv_ready, start, cancel or recall can follow the job", kind)
 
 
 def messages(events: Sequence[Event]) -> Iterator[pb.DecodeEvent]:

@@ -48,7 +48,7 @@ class EncodeService(encode_pb2_grpc.EncodeServicer):
         """True when the reader has said that it is done with the rows."""
         depth = ticket.queue_depth
         await context.write(pb.EncodeEvent(accepted=pb.EncodeAccepted(queue_depth=depth)))
-        ended = asyncio.create_task(_half_close(context))
+        ended = asyncio.create_task(self._half_close(ticket, context))
         try:
             await _first_of(ticket.finished, ended, failed)
             if not ticket.finished.done():
@@ -63,6 +63,13 @@ class EncodeService(encode_pb2_grpc.EncodeServicer):
         finally:
             ended.cancel()
 
+    async def _half_close(self, ticket: Ticket, context: Context) -> None:
+        """Wait for the client's half-close, and give the image back if it asks before."""
+        while (message := await next_message(context)) is not None:
+            if not message.HasField("recall"):
+                raise invalid("only recall can follow the job", "job")
+            self._worker.recall(ticket)
+
 
 def _failing(failed: asyncio.Future[None]) -> Callable[[EpdError], None]:
     def fail(error: EpdError) -> None:
@@ -70,12 +77,6 @@ def _failing(failed: asyncio.Future[None]) -> Callable[[EpdError], None]:
             failed.set_exception(error)
 
     return fail
-
-
-async def _half_close(context: Context) -> None:
-    """Wait for the client's half-close; it has nothing else to say after its job."""
-    if await next_message(context) is not None:
-        raise invalid("only one message is expected", "job")
 
 
 async def _first_of(*futures: asyncio.Future[None]) -> None:

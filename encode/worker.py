@@ -199,7 +199,8 @@ class EncodeWorker(StageWorker[Ticket]):
             del self._by_key[work.key]
 
     def _waits(self, ticket: Ticket) -> bool:
-        return ticket.work is not None and self._works[ticket.work].task is None
+        # Decoded is not begun: decoding again costs little, encoding again much.
+        return ticket.work is not None and self._works[ticket.work].extent is None
 
     def _fail(self, ticket: Ticket, error: EpdError) -> None:
         assert ticket.work is not None

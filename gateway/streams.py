@@ -23,7 +23,15 @@ from epd.jobs import Stage
 from epd.rpc.channels import Dialer
 from epd.rpc.status import from_rpc_error
 from gateway.worker import Worker
-from protos.epd.v1 import decode_pb2_grpc, encode_pb2_grpc, prefill_pb2_grpc
+from protos.epd.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    encode_pb2,
+    encode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
 
 _INBOX = 64
 _DETAILS = "grpc-status-details-bin"
@@ -35,6 +43,11 @@ _STUBS: dict[Stage, Any] = {
     Stage.ENCODE: encode_pb2_grpc.EncodeStub,
     Stage.PREFILL: prefill_pb2_grpc.PrefillStub,
     Stage.DECODE: decode_pb2_grpc.DecodeStub,
+}
+_RECALLS: dict[Stage, Any] = {
+    Stage.ENCODE: encode_pb2.EncodeRequest(recall=common_pb2.Recall()),
+    Stage.PREFILL: prefill_pb2.PrefillRequest(recall=common_pb2.Recall()),
+    Stage.DECODE: decode_pb2.DecodeRequest(recall=common_pb2.Recall()),
 }
 
 
@@ -56,8 +69,6 @@ class StageStream:
         self.stage = stage
         self.worker = worker
         self.lost = False
-        self.queued = True
-        """Nothing was begun for it yet, as far as we know."""
         self.sink: Callable[[Any], bool] | None = None
         """Offered each event first, where none waits; what it takes, `next` won't give. It
         saves a wake-up for every token."""
@@ -98,6 +109,10 @@ class StageStream:
         if not self._ended.is_set():
             self._error = self._error or error
             self.abort()
+
+    def recall(self) -> None:
+        """The worker leaves: it ends the call with NOT_STARTED if nothing was begun."""
+        self.send(_RECALLS[self.stage])
 
     @property
     def ended(self) -> bool:
@@ -154,8 +169,6 @@ class StageStream:
     async def _read(self) -> None:
         try:
             async for event in self._call:
-                if self.queued:
-                    self.queued = event.WhichOneof("kind") == "accepted"
                 if not self._inbox and self.sink is not None and self.sink(event):
                     continue
                 self._inbox.append(event)

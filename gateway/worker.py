@@ -13,13 +13,12 @@ from epd.jobs import Stage
 
 
 class OpenStream(Protocol):
-    """A call to a worker that can be given up from outside."""
+    """A call to a worker that can be given up, or asked back, from outside."""
 
     stage: Stage
 
-    @property
-    def queued(self) -> bool: ...
     def lose(self, error: EpdError) -> None: ...
+    def recall(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,9 @@ class Registry:
                 raise EpdError(ErrorKind.OVERLOADED, f"{MOST_WORKERS} workers have joined already")
             known = Worker(card, self._clock())
             self._workers[card.address] = known
+        for other in self._workers.values():
+            if other.draining:
+                self._recall(other)
         self._wake()
         return known
 
@@ -98,19 +101,20 @@ class Registry:
 
     def drain(self, worker: Worker) -> None:
         """The worker takes nothing new, and ends what it began. What waits there goes to
-        another one, if there is one: prompts that hold nothing yet, and pictures of other
-        processes' prompts without an embedding. (Sequences that wait for decode's blocks
-        stay: the blocks that they hold in prefill would be quarantined.)"""
+        another one, as soon as there is one."""
         worker.draining = True
         self.heard(worker)
-        stages = worker.card.stages
-        movable = Stage.PREFILL if Stage.PREFILL in stages else Stage.ENCODE
-        if not self.live(movable):
-            return
-        reason = f"the {movable} worker is leaving"
-        for stream in list(worker.streams):
-            if stream.stage is movable and stream.queued:
-                stream.lose(EpdError(ErrorKind.NOT_STARTED, reason, retry_after_s=1.0))
+        self._recall(worker)
+
+    def _recall(self, leaving: Worker) -> None:
+        """Ask for all that waits there and that another worker could do. (Pictures of a
+        process that prefills, too, stay: most are of its own prompts, which end there.)"""
+        stages = {stage for stage in leaving.card.stages if self.live(stage)}
+        if Stage.PREFILL in leaving.card.stages:
+            stages.discard(Stage.ENCODE)
+        for stream in leaving.streams:
+            if stream.stage in stages:
+                stream.recall()
 
     def drop(self, worker: Worker, reason: str, lose_calls: bool = True) -> None:
         """The worker left. Its open calls are given up unless they may go on."""

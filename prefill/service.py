@@ -81,8 +81,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._worker.embedding_ready(ticket, ready.index, handle)
         elif kind == "cancel":
             self._worker.cancel(ticket, damaged=message.cancel.damaged)
+        elif kind == "recall":
+            self._worker.recall(ticket)
         else:
-            raise invalid("only embedding_ready or cancel can follow the job", kind)
+            raise invalid("only embedding_ready, cancel or recall can follow the job", kind)
 
 
 def _admitted(event: Admitted) -> pb.PrefillEvent:

@@ -65,10 +65,14 @@ class StageWorker(ABC, Generic[TicketT]):
 
     def hand_back(self) -> None:
         """What waits and was not started never will be: tell it so, in a typed way."""
-        reason = f"this {self.stage} worker is leaving"
         for ticket in list(self._tickets.values()):
-            if self._waits(ticket):
-                self._fail(ticket, EpdError(ErrorKind.NOT_STARTED, reason, retry_after_s=1.0))
+            self.recall(ticket)
+
+    def recall(self, ticket: TicketT) -> None:
+        """Its gateway has another worker for it: give it back, unless it is begun."""
+        if self._waits(ticket):
+            reason = f"this {self.stage} worker is leaving"
+            self._fail(ticket, EpdError(ErrorKind.NOT_STARTED, reason, retry_after_s=1.0))
 
     @abstractmethod
     def _waits(self, ticket: TicketT) -> bool:

@@ -1,15 +1,21 @@
 """What clients that leave cost those that stay.
 
-    python -m tests.chaos.storm [--rounds 6] [--seconds 10] [--per-second 20] [--load 0.5]
+    python -m tests.chaos.storm [--rounds 12] [--seconds 5] [--per-second 20] [--load 0.5]
 
-A steady load of one API key; clients of another key open requests of all kinds at random
-times and cancel them at random moments. Windows without and with that storm take turns; the
-steady load sends the same requests in each. Two kinds of steady load:
+A steady load of one API key; clients of another key ask for long answers to questions of all
+kinds at random times and cancel them at random moments, before the end. Windows without and
+with that storm take turns; the steady load sends the same requests in each. Two kinds of
+steady load:
 
     open    requests come at a fixed rate, a share (--load) of the most that the service
             does: is that rate still served, and how much later do answers come?
     closed  so many clients (--clients) that ask again at once. They take all there is, so
             here everything that the storm is given before it leaves is missing
+
+On a machine that other work shares the windows' throughput says how busy that was. What an
+answer of the steady load costs the service, in CPU time of all its processes, the storm's
+part included, is nearly free of that: where the service has all the machine that it can use,
+its throughput is one over it.
 """
 
 from __future__ import annotations
@@ -36,9 +42,13 @@ from tests.chaos.traffic import Traffic
 from tests.e2e.cluster import Cluster
 
 STEADY, STORMY = "sk-steady", "sk-stormy"
+CLIENTS = "clients"
+"""This process, of both kinds, among those whose CPU time is counted."""
 SETTINGS = {"model.exact": "true", "gateway.api_keys": f"{STEADY},{STORMY}"}
 LONGEST_STAY_S = 0.15
-"""A storm's client leaves after a random time up to this: before its answer, mostly."""
+"""A storm's client leaves after a random time up to this."""
+LONG = {"max_tokens": 400, "ignore_eos": True}
+"""What it asks for: no answer is complete before it leaves."""
 NEW = 0.3
 """Share of a storm's requests whose picture no cache knows."""
 PROMISED = 0.95
@@ -57,12 +67,18 @@ class Window:
     stayed: int
     """That it had an answer to before."""
     cores: dict[str, float]
-    """That each process used; "clients" is this one, of both kinds."""
+    """That each process used."""
 
     @property
     def rate(self) -> float:
         """Right answers a second."""
         return sum(one.kind == "right" for one in self.outcomes) / self.seconds
+
+    @property
+    def cpu_s(self) -> float:
+        """What the service worked for one right answer, whatever else it did."""
+        used = sum(share for who, share in self.cores.items() if who != CLIENTS)
+        return used / self.rate if self.rate else float("inf")
 
     @property
     def latency_s(self) -> float:
@@ -74,7 +90,8 @@ class Window:
         left, stayed = self.left / self.seconds, self.stayed / self.seconds
         name = f"storm, {left:.1f} left/s, {stayed:.1f} answered/s" if self.storm else "calm"
         cores = ", ".join(f"{who} {share:.2f}" for who, share in self.cores.items())
-        answers = f"{self.rate:6.2f} answers/s, median {self.latency_s * 1e3:.0f} ms"
+        times = f"median {self.latency_s * 1e3:.0f} ms, CPU {self.cpu_s * 1e3:.0f} ms each"
+        answers = f"{self.rate:6.2f} answers/s, {times}"
         return f"{name:38} {answers}; cores: {cores}"
 
 
@@ -105,7 +122,7 @@ class Storm:
                 tasks.create_task(self._one(client))
 
     async def _one(self, client: aiohttp.ClientSession) -> None:
-        body = self._question().body(self.draw.random() < 0.5)
+        body = self._question().body(self.draw.random() < 0.5) | LONG
         url = f"http://{self.address}/v1/chat/completions"
         with contextlib.suppress(TimeoutError, aiohttp.ClientError):
             async with asyncio.timeout(self.draw.uniform(0, LONGEST_STAY_S)):
@@ -158,7 +175,7 @@ class Load:
 
 def _cpu_s(cluster: Cluster) -> dict[str, float]:
     """CPU time of each process, with its helpers, until now."""
-    found = {"clients": sum(psutil.Process().cpu_times()[:2])}
+    found = {CLIENTS: sum(psutil.Process().cpu_times()[:2])}
     for member in cluster.members:
         process = psutil.Process(member.pid)
         family = [process, *process.children(recursive=True)]
@@ -227,6 +244,7 @@ class Trial:
             found.append((pair[False], pair[True]))
         print(
             f"{name}: under the storm {ratio(found):.3f} of the throughput, "
+            f"{cheaper(found):.3f} of the answers for the same CPU time, "
             f"{delay(found):.2f} times the median latency (medians of {rounds} pairs)",
             flush=True,
         )
@@ -236,6 +254,10 @@ class Trial:
 def ratio(pairs: Sequence[tuple[Window, Window]]) -> float:
     """Median over the rounds: throughput under the storm over that without."""
     return statistics.median(storm.rate / calm.rate for calm, storm in pairs)
+
+
+def cheaper(pairs: Sequence[tuple[Window, Window]]) -> float:
+    return statistics.median(calm.cpu_s / storm.cpu_s for calm, storm in pairs)
 
 
 def delay(pairs: Sequence[tuple[Window, Window]]) -> float:
@@ -261,8 +283,8 @@ async def measure(cluster: Cluster, asked: argparse.Namespace) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--per-second", type=float, default=20.0)
     parser.add_argument("--load", type=float, default=0.5)
     parser.add_argument("--clients", type=int, default=4)

@@ -36,6 +36,7 @@ from protos.epd.v1 import (
 
 POINTS = (
     "encode.job",
+    "encode.run",
     "prefill.job",
     "prefill.fetch",
     "prefill.kv",
@@ -76,6 +77,9 @@ class Call:
     context: Any
     jobs: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    recalled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Before anything was begun."""
+    begun: bool = False
     half_closed: asyncio.Event = field(default_factory=asyncio.Event)
     job: Any = None
     token: int = 0
@@ -86,6 +90,9 @@ class Call:
             if request.WhichOneof("kind") == "cancel":
                 self.worker.note("Cancel")
                 self.cancelled.set()
+            elif request.WhichOneof("kind") == "recall":
+                if not self.begun:
+                    self.recalled.set()
             else:
                 self.jobs.put_nowait(request)
         # A cut looks like a half-close for a moment; see epd.runtime.streams.
@@ -221,11 +228,14 @@ class Fake:
             self.script.jobs.append((self.stage, job))
             self.note(f"job {job.attempt}" if job.attempt else "job")
             steps = asyncio.create_task(getattr(self, f"_{self.stage}")(call))
-            cancelled: asyncio.Task[Any] = asyncio.create_task(call.cancelled.wait())
-            tasks += [steps, cancelled]
-            await asyncio.wait({steps, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+            told = [asyncio.create_task(e.wait()) for e in (call.cancelled, call.recalled)]
+            tasks += [steps, *told]
+            await asyncio.wait({steps, *told}, return_when=asyncio.FIRST_COMPLETED)
             if steps.done():
                 steps.result()
+            elif call.recalled.is_set():
+                self.note("given back")
+                raise EpdError(ErrorKind.NOT_STARTED, "leaving", retry_after_s=1.0)
             else:
                 steps.cancel()
                 await self._terminal(call)
@@ -252,6 +262,8 @@ class Fake:
 
     async def _encode(self, call: Call) -> None:
         await self.script.at("encode.job", call)
+        call.begun = True
+        await self.script.at("encode.run", call)
         index = call.job.item.index
         handle = common_pb2.Handle(contract=common_pb2.Contract(nonce=call.job.nonce))
         ready = encode_pb2.ItemReady(index=index, handle=handle)
@@ -262,6 +274,7 @@ class Fake:
     async def _prefill(self, call: Call) -> None:
         script, job, write = self.script, call.job, call.context.write
         await script.at("prefill.job", call)
+        call.begun = True
         missing = range(len(job.items)) if script.missing is None else script.missing
         admitted = prefill_pb2.Admitted(
             cached_tokens=script.cached_tokens, missing_items=missing, position_delta=-3
@@ -304,6 +317,7 @@ class Fake:
     async def _decode(self, call: Call) -> None:
         script, job, write = self.script, call.job, call.context.write
         await script.at("decode.job", call)
+        call.begun = True
         await write(decode_pb2.DecodeEvent(admitted=decode_pb2.DecodeAdmitted()))
         announced = 0
         while announced < len(job.token_ids):

@@ -126,22 +126,49 @@ async def test_a_preempted_request_goes_on_with_the_only_decode(house: House) ->
     assert len(house.script.jobs_of(Stage.PREFILL)) > 3
 
 
-async def test_what_waits_at_a_leaving_prefill_goes_to_another_at_once(house: House) -> None:
-    await house.add(Stage.PREFILL, "prefill-2")
+@pytest.mark.parametrize("stage", list(Stage))
+async def test_what_waits_at_a_leaving_worker_goes_to_another_at_once(
+    house: House, stage: Stage
+) -> None:
+    """What prefill computed is not computed again: decode's successor reads it, too."""
+    await house.add(stage, "another")
+    reached = stay_at(house, f"{stage}.job")
+    waiting = asyncio.create_task(house.chat(images=1))
+    await until(lambda: reached)
+    del house.script.hooks[f"{stage}.job"]  # the next one goes on
+    reached[0].worker.leaving = True
+    assert (await asyncio.wait_for(waiting, LIMIT_S)).status == 200
+    jobs = {of: len(house.script.jobs_of(of)) for of in Stage}
+    assert jobs == {of: 2 if of is stage else 1 for of in Stage}
+    await house.settled()
+    assert not [line for line in house.journal if line.endswith("cut")], "nobody quarantines"
+
+
+@pytest.mark.parametrize("point", ["encode.run", "prefill.first", "decode.fetch"])
+async def test_what_a_leaving_worker_has_begun_ends_there(house: House, point: str) -> None:
+    stage = Stage(point.partition(".")[0])
+    await house.add(stage, "another")
+    go = asyncio.Event()
+    reached = stay_at(house, point, go)
+    waiting = asyncio.create_task(house.chat(images=1))
+    await until(lambda: reached)
+    reached[0].worker.leaving = True
+    await until(lambda: len(house.gateway.registry.live(stage)) == 1)
+    go.set()
+    assert (await asyncio.wait_for(waiting, LIMIT_S)).status == 200
+    assert len(house.script.jobs_of(stage)) == 1
+
+
+def stay_at(house: House, point: str, until_set: asyncio.Event | None = None) -> list[Call]:
+    """Calls stay at this point; returns those that are there."""
     reached: list[Call] = []
 
     async def wait_here(call: Call) -> None:
         reached.append(call)
-        await hang(call)
+        await (until_set or asyncio.Event()).wait()
 
-    house.script.hooks["prefill.job"] = wait_here
-    waiting = asyncio.create_task(house.chat())
-    await until(lambda: reached)
-    del house.script.hooks["prefill.job"]  # the next one goes on
-    leaving = reached[0].worker
-    leaving.leaving = True
-    assert (await asyncio.wait_for(waiting, LIMIT_S)).status == 200
-    assert [job.attempt for job in house.script.jobs_of(Stage.PREFILL)] == [0, 1]
+    house.script.hooks[point] = wait_here
+    return reached
 
 
 async def test_a_decode_that_is_full_is_429(house: House) -> None:

@@ -18,7 +18,7 @@ from PIL import Image
 
 from epd.errors import EpdError, ErrorKind
 from epd.rpc.status import from_rpc_error
-from protos.epd.v1 import decode_pb2, prefill_pb2
+from protos.epd.v1 import common_pb2, decode_pb2, prefill_pb2
 from tests.conftest import TinyCheckpoint
 from tests.e2e.stage_driver import Client, Planner, Request, greedy, next_event
 from tests.e2e.stage_processes import StageProcess, Stages
@@ -165,6 +165,72 @@ async def test_a_worker_that_is_told_to_stop_finishes_what_runs(
     assert await asyncio.to_thread(leaving.process.wait, LIMIT_S) == 0
     prefill.cancel()
     await client.close()
+
+
+async def test_what_waits_for_a_leaving_decodes_blocks_is_read_by_another(
+    checkpoint: Path, stages: Stages, planner: Planner, tmp_path: Path
+) -> None:
+    """It is given back before anything was read: prefill's blocks serve the other decode,
+    are not computed again, and are free at once afterwards."""
+    leaving = StageProcess("decode", checkpoint, tmp_path / "log", **SETTINGS)
+    leaving.wait_ready()
+    here = Client(Stages(checkpoint, tmp_path, {}, {**stages.processes, "decode": leaving}))
+    there = Client(stages)
+    keeping, request = (_long(planner, word) for word in ("hello ", "what? "))
+    prefill, said, _ = await prefilled(here, keeping)
+    holds = await decoding(here, keeping, said)
+    await next_event(holds, "admitted")
+    await next_event(holds, "kv_fetched")
+    await prefill.done_writing()  # Start never comes: its blocks stay taken
+    prefill, said, first = await prefilled(here, request)
+    waits = await decoding(here, request, said)
+    await until(lambda: leaving.state()["waiting"] == 1)
+    for call in (holds, waits):
+        await call.write(decode_pb2.DecodeRequest(recall=common_pb2.Recall()))
+    assert (await failure(waits)).kind is ErrorKind.NOT_STARTED
+    assert leaving.state()["running"] == 1, "what holds blocks goes on"
+    goes_on = await decoding(there, request, said)
+    start = decode_pb2.Start(first_token=first.token, kv_tokens=first.kv_tokens)
+    await goes_on.write(decode_pb2.DecodeRequest(start=start))
+    ids = [first.token.id]
+    while (event := await goes_on.read()) is not grpc.aio.EOF:
+        ids += [token.id for token in event.tokens.tokens]
+    assert ids == reference_generate(planner.checkpoint, ask("what? " * 60), (), 3).ids
+    await prefill.done_writing()
+    assert await prefill.code() is grpc.StatusCode.OK
+    holds.cancel()
+    assert not await asyncio.to_thread(stages.idle)
+    for client in (here, there):
+        await client.close()
+    assert await asyncio.to_thread(leaving.stop) == 0
+
+
+def _long(planner: Planner, word: str) -> Request:
+    """More than half of decode's pool."""
+    found = planner.request(ask(word * 60), (), greedy((), max_tokens=3))
+    assert len(found.token_ids) > 10 * BLOCK
+    return found
+
+
+Said = list[prefill_pb2.KvReady]
+
+
+async def prefilled(client: Client, request: Request) -> tuple[Any, Said, prefill_pb2.FirstToken]:
+    """A prefill call that has given its token and holds its blocks."""
+    call = await client.start_prefill(request)
+    said: Said = []
+    while (event := await call.read()).WhichOneof("kind") != "first_token":
+        if event.HasField("kv_ready"):
+            said.append(event.kv_ready)
+    return call, said, event.first_token
+
+
+async def decoding(client: Client, request: Request, said: Said) -> Any:
+    """A decode call that was told of all blocks."""
+    call = await client.start_decode(request, 0)
+    for ready in said:
+        await call.write(decode_pb2.DecodeRequest(kv_ready=ready))
+    return call
 
 
 async def test_what_outlasts_the_grace_ends_with_a_typed_error(

@@ -340,21 +340,26 @@ async def test_the_last_of_a_burst_gives_its_place_to_another_client() -> None:
 
 
 async def test_what_waits_is_handed_back_as_not_started(bench: Bench) -> None:
-    """Pictures that are not being decoded yet; whoever shares them with another hears it too."""
+    """Pictures that are not being encoded yet, decoded or not; whoever shares them with
+    another hears it too. Those in the running step end here."""
+    bench.tower.gate.clear()
+    running = [bench.worker.submit(job(1, f"r{number}")) for number in range(2)]
+    await until(lambda: bench.worker.steps.in_step)
     bench.pictures.gate.clear()
-    running = [bench.worker.submit(job(picture, f"r{picture}")) for picture in range(1, 5)]
-    waiting = [bench.worker.submit(job(picture, f"w{picture}")) for picture in (5, 6, 6)]
+    waiting = [bench.worker.submit(job(picture, f"w{picture}")) for picture in range(2, 9)]
+    waiting.append(bench.worker.submit(job(2, "shared")))
+    await until(lambda: 2 in bench.pictures.decoded)
     bench.worker.hand_back()
     for ticket in waiting:
         with pytest.raises(EpdError) as caught:
             await ticket.finished
         assert caught.value.kind is ErrorKind.NOT_STARTED
         bench.worker.close(ticket, clean=False)
-    bench.pictures.gate.set()
+    bench.tower.gate.set()
     for ticket in running:
         await asyncio.wait_for(asyncio.shield(ticket.finished), LIMIT_S)
         bench.worker.close(ticket, clean=True)
-    assert set(bench.pictures.decoded) == {1, 2, 3, 4}
+    assert bench.tower.batches == [[1]]
 
 
 async def test_a_batch_holds_no_more_patches_than_allowed() -> None:

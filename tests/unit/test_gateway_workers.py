@@ -28,11 +28,14 @@ class Clock:
 @dataclass(eq=False)
 class Stream:
     stage: Stage = Stage.DECODE
-    queued: bool = False
     errors: list[EpdError] = field(default_factory=list)
+    recalls: int = 0
 
     def lose(self, error: EpdError) -> None:
         self.errors.append(error)
+
+    def recall(self) -> None:
+        self.recalls += 1
 
 
 def card(address: str = "a:1", stage: Stage = Stage.DECODE, **fields: object) -> Card:
@@ -125,19 +128,30 @@ def test_prefill_and_decode_must_agree_on_blocks(
     registry.join(card("e:1", Stage.ENCODE, **other))
 
 
-def test_what_waits_at_a_leaving_prefill_goes_to_another(registry: Registry) -> None:
-    leaving, other = (registry.join(card(a, Stage.PREFILL)) for a in ("p:1", "p:2"))
-    waiting, running = Stream(Stage.PREFILL, queued=True), Stream(Stage.PREFILL)
-    decode = Stream(Stage.DECODE, queued=True)
-    leaving.streams |= {waiting, running, decode}
-    registry.drain(leaving)
-    assert [error.kind for error in waiting.errors] == [ErrorKind.NOT_STARTED]
-    assert not running.errors
-    assert not decode.errors
-    last = Stream(Stage.PREFILL, queued=True)
+@pytest.mark.parametrize("stage", list(Stage))
+def test_what_a_leaving_worker_has_not_begun_is_asked_for_another(
+    registry: Registry, stage: Stage
+) -> None:
+    leaving, other = (registry.join(card(a, stage)) for a in ("a:1", "a:2"))
+    waiting, last = Stream(stage), Stream(stage)
+    leaving.streams.add(waiting)
     other.streams.add(last)
+    registry.drain(leaving)
+    assert (waiting.recalls, last.recalls) == (1, 0)
     registry.drain(other)
-    assert not last.errors, "nobody else is there: it is served, if the grace allows"
+    assert last.recalls == 0, "nobody else is there: it is served, if the grace allows"
+    registry.join(card("a:3", stage))
+    assert last.recalls == 1, "now there is"
+    assert not waiting.errors + last.errors, "the worker says what it has begun"
+
+
+def test_only_what_another_worker_could_do_is_asked_for(registry: Registry) -> None:
+    leaving = registry.join(card("a:1", stages=frozenset({Stage.PREFILL, Stage.DECODE})))
+    registry.join(card("a:2", Stage.DECODE))
+    prefill, decode = Stream(Stage.PREFILL), Stream(Stage.DECODE)
+    leaving.streams |= {prefill, decode}
+    registry.drain(leaving)
+    assert (prefill.recalls, decode.recalls) == (0, 1)
 
 
 @pytest.mark.parametrize("with_prefill", [False, True])
@@ -147,10 +161,10 @@ def test_pictures_leave_an_encoder_but_not_their_own_prefills(
     stages = {Stage.ENCODE, Stage.PREFILL} if with_prefill else {Stage.ENCODE}
     leaving = registry.join(card("e:1", stages=frozenset(stages)))
     registry.join(card("e:2", stages=frozenset(stages)))
-    picture = Stream(Stage.ENCODE, queued=True)
+    picture = Stream(Stage.ENCODE)
     leaving.streams.add(picture)
     registry.drain(leaving)
-    assert bool(picture.errors) is not with_prefill
+    assert bool(picture.recalls) is not with_prefill
 
 
 def test_another_life_on_the_same_address_is_another_worker(registry: Registry) -> None:

@@ -563,6 +563,26 @@ class Cancel(_message.Message):
 Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 
 @_typing.final
+class Recall(_message.Message):
+    """The worker leaves, and another one could take its place: a request for which nothing was
+    begun is given back with 'not_started' (UNAVAILABLE); anything else goes on here. Only the
+    worker knows what it has begun, and only the gateway whether there is another.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Recall: _TypeAlias = Recall  # noqa: Y015
+
+@_typing.final
 class ReadsTerminal(_message.Message):
     """The reader's last word after Cancel: no read into or out of the owner's memory
     is under way any more, so the owner may reuse it at once.

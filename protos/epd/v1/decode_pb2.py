@@ -26,7 +26,7 @@ from protos.epd.v1 import common_pb2 as protos_dot_epd_dot_v1_dot_common__pb2
 from protos.epd.v1 import prefill_pb2 as protos_dot_epd_dot_v1_dot_prefill__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotos/epd/v1/decode.proto\x12\x06\x65pd.v1\x1a\x1aprotos/epd/v1/common.proto\x1a\x1bprotos/epd/v1/prefill.proto\"\xa0\x01\n\rDecodeRequest\x12 \n\x03job\x18\x01 \x01(\x0b\x32\x11.epd.v1.DecodeJobH\x00\x12#\n\x08kv_ready\x18\x02 \x01(\x0b\x32\x0f.epd.v1.KvReadyH\x00\x12\x1e\n\x05start\x18\x03 \x01(\x0b\x32\r.epd.v1.StartH\x00\x12 \n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x0e.epd.v1.CancelH\x00\x42\x06\n\x04kind\"\x9c\x02\n\tDecodeJob\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\x06\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x15\n\rprompt_length\x18\x06 \x01(\r\x12 \n\x05items\x18\x07 \x03(\x0b\x32\x11.epd.v1.ImageItem\x12(\n\x08sampling\x18\x08 \x01(\x0b\x32\x16.epd.v1.SamplingParams\x12\x0c\n\x04salt\x18\t \x01(\x0c\x12\x1b\n\x0eposition_delta\x18\n \x01(\x11H\x00\x88\x01\x01\x12\x12\n\narrival_ms\x18\x0b \x01(\x04\x42\x11\n\x0f_position_delta\">\n\x05Start\x12\"\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\r.epd.v1.Token\x12\x11\n\tkv_tokens\x18\x02 \x01(\r\"\xe3\x01\n\x0b\x44\x65\x63odeEvent\x12*\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x16.epd.v1.DecodeAdmittedH\x00\x12\'\n\nkv_fetched\x18\x02 \x01(\x0b\x32\x11.epd.v1.KvFetchedH\x00\x12 \n\x06tokens\x18\x03 \x01(\x0b\x32\x0e.epd.v1.TokensH\x00\x12$\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x10.epd.v1.FinishedH\x00\x12/\n\x0ereads_terminal\x18\x05 \x01(\x0b\x32\x15.epd.v1.ReadsTerminalH\x00\x42\x06\n\x04kind\"\'\n\x0e\x44\x65\x63odeAdmitted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\"8\n\tKvFetched\x12\x13\n\x0btransfer_ms\x18\x01 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\"<\n\x06Tokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x1d\n\x06tokens\x18\x02 \x03(\x0b\x32\r.epd.v1.Token\"l\n\x08\x46inished\x12$\n\x06reason\x18\x01 \x01(\x0e\x32\x14.epd.v1.FinishReason\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12#\n\x06timing\x18\x03 \x01(\x0b\x32\x13.epd.v1.StageTiming2?\n\x06\x44\x65\x63ode\x12\x35\n\x03Run\x12\x15.epd.v1.DecodeRequest\x1a\x13.epd.v1.DecodeEvent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotos/epd/v1/decode.proto\x12\x06\x65pd.v1\x1a\x1aprotos/epd/v1/common.proto\x1a\x1bprotos/epd/v1/prefill.proto\"\xc2\x01\n\rDecodeRequest\x12 \n\x03job\x18\x01 \x01(\x0b\x32\x11.epd.v1.DecodeJobH\x00\x12#\n\x08kv_ready\x18\x02 \x01(\x0b\x32\x0f.epd.v1.KvReadyH\x00\x12\x1e\n\x05start\x18\x03 \x01(\x0b\x32\r.epd.v1.StartH\x00\x12 \n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x0e.epd.v1.CancelH\x00\x12 \n\x06recall\x18\x05 \x01(\x0b\x32\x0e.epd.v1.RecallH\x00\x42\x06\n\x04kind\"\x9c\x02\n\tDecodeJob\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\x06\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x15\n\rprompt_length\x18\x06 \x01(\r\x12 \n\x05items\x18\x07 \x03(\x0b\x32\x11.epd.v1.ImageItem\x12(\n\x08sampling\x18\x08 \x01(\x0b\x32\x16.epd.v1.SamplingParams\x12\x0c\n\x04salt\x18\t \x01(\x0c\x12\x1b\n\x0eposition_delta\x18\n \x01(\x11H\x00\x88\x01\x01\x12\x12\n\narrival_ms\x18\x0b \x01(\x04\x42\x11\n\x0f_position_delta\">\n\x05Start\x12\"\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\r.epd.v1.Token\x12\x11\n\tkv_tokens\x18\x02 \x01(\r\"\xe3\x01\n\x0b\x44\x65\x63odeEvent\x12*\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x16.epd.v1.DecodeAdmittedH\x00\x12\'\n\nkv_fetched\x18\x02 \x01(\x0b\x32\x11.epd.v1.KvFetchedH\x00\x12 \n\x06tokens\x18\x03 \x01(\x0b\x32\x0e.epd.v1.TokensH\x00\x12$\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x10.epd.v1.FinishedH\x00\x12/\n\x0ereads_terminal\x18\x05 \x01(\x0b\x32\x15.epd.v1.ReadsTerminalH\x00\x42\x06\n\x04kind\"\'\n\x0e\x44\x65\x63odeAdmitted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\"8\n\tKvFetched\x12\x13\n\x0btransfer_ms\x18\x01 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\"<\n\x06Tokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x1d\n\x06tokens\x18\x02 \x03(\x0b\x32\r.epd.v1.Token\"l\n\x08\x46inished\x12$\n\x06reason\x18\x01 \x01(\x0e\x32\x14.epd.v1.FinishReason\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12#\n\x06timing\x18\x03 \x01(\x0b\x32\x13.epd.v1.StageTiming2?\n\x06\x44\x65\x63ode\x12\x35\n\x03Run\x12\x15.epd.v1.DecodeRequest\x1a\x13.epd.v1.DecodeEvent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,21 +34,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.epd.v1.decode_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DECODEREQUEST']._serialized_start=96
-  _globals['_DECODEREQUEST']._serialized_end=256
-  _globals['_DECODEJOB']._serialized_start=259
-  _globals['_DECODEJOB']._serialized_end=543
-  _globals['_START']._serialized_start=545
-  _globals['_START']._serialized_end=607
-  _globals['_DECODEEVENT']._serialized_start=610
-  _globals['_DECODEEVENT']._serialized_end=837
-  _globals['_DECODEADMITTED']._serialized_start=839
-  _globals['_DECODEADMITTED']._serialized_end=878
-  _globals['_KVFETCHED']._serialized_start=880
-  _globals['_KVFETCHED']._serialized_end=936
-  _globals['_TOKENS']._serialized_start=938
-  _globals['_TOKENS']._serialized_end=998
-  _globals['_FINISHED']._serialized_start=1000
-  _globals['_FINISHED']._serialized_end=1108
-  _globals['_DECODE']._serialized_start=1110
-  _globals['_DECODE']._serialized_end=1173
+  _globals['_DECODEREQUEST']._serialized_end=290
+  _globals['_DECODEJOB']._serialized_start=293
+  _globals['_DECODEJOB']._serialized_end=577
+  _globals['_START']._serialized_start=579
+  _globals['_START']._serialized_end=641
+  _globals['_DECODEEVENT']._serialized_start=644
+  _globals['_DECODEEVENT']._serialized_end=871
+  _globals['_DECODEADMITTED']._serialized_start=873
+  _globals['_DECODEADMITTED']._serialized_end=912
+  _globals['_KVFETCHED']._serialized_start=914
+  _globals['_KVFETCHED']._serialized_end=970
+  _globals['_TOKENS']._serialized_start=972
+  _globals['_TOKENS']._serialized_end=1032
+  _globals['_FINISHED']._serialized_start=1034
+  _globals['_FINISHED']._serialized_end=1142
+  _globals['_DECODE']._serialized_start=1144
+  _globals['_DECODE']._serialized_end=1207
 # @@protoc_insertion_point(module_scope)

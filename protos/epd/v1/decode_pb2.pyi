@@ -30,6 +30,7 @@ class DecodeRequest(_message.Message):
     KV_READY_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    RECALL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def job(self) -> Global___DecodeJob:
         """First message, exactly once."""
@@ -46,6 +47,12 @@ class DecodeRequest(_message.Message):
     def cancel(self) -> _common_pb2.Cancel:
         """Ends the output early; ReadsTerminal answers it."""
 
+    @_builtins.property
+    def recall(self) -> _common_pb2.Recall:
+        """Given back unless its blocks are reserved: no read of it is under way then, so that
+        prefill's blocks serve another decode.
+        """
+
     def __init__(
         self,
         *,
@@ -53,12 +60,13 @@ class DecodeRequest(_message.Message):
         kv_ready: _prefill_pb2.KvReady | None = ...,
         start: Global___Start | None = ...,
         cancel: _common_pb2.Cancel | None = ...,
+        recall: _common_pb2.Recall | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "job", b"job", "kind", b"kind", "kv_ready", b"kv_ready", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "job", b"job", "kind", b"kind", "kv_ready", b"kv_ready", "recall", b"recall", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "job", b"job", "kind", b"kind", "kv_ready", b"kv_ready", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "job", b"job", "kind", b"kind", "kv_ready", b"kv_ready", "recall", b"recall", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["job", "kv_ready", "start", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["job", "kv_ready", "start", "cancel", "recall"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

@@ -19,25 +19,33 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class EncodeRequest(_message.Message):
-    """What the gateway says on one image's stream; then it half-closes."""
+    """What the gateway says on one image's stream; it half-closes to release."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    RECALL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def job(self) -> Global___EncodeJob:
         """First message, exactly once."""
+
+    @_builtins.property
+    def recall(self) -> _common_pb2.Recall:
+        """Given back unless it is being encoded: doing that again elsewhere costs more than
+        the leaving worker's last step.
+        """
 
     def __init__(
         self,
         *,
         job: Global___EncodeJob | None = ...,
+        recall: _common_pb2.Recall | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "kind", b"kind"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "kind", b"kind", "recall", b"recall"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "kind", b"kind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "kind", b"kind", "recall", b"recall"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["job"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["job", "recall"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

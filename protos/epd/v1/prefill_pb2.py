@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.epd.v1 import common_pb2 as protos_dot_epd_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotos/epd/v1/prefill.proto\x12\x06\x65pd.v1\x1a\x1aprotos/epd/v1/common.proto\"\x90\x01\n\x0ePrefillRequest\x12!\n\x03job\x18\x01 \x01(\x0b\x32\x12.epd.v1.PrefillJobH\x00\x12\x31\n\x0f\x65mbedding_ready\x18\x02 \x01(\x0b\x32\x16.epd.v1.EmbeddingReadyH\x00\x12 \n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x0e.epd.v1.CancelH\x00\x42\x06\n\x04kind\"\x82\x02\n\nPrefillJob\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\x06\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x15\n\rprompt_length\x18\x06 \x01(\r\x12 \n\x05items\x18\x07 \x03(\x0b\x32\x11.epd.v1.ImageItem\x12(\n\x08sampling\x18\x08 \x01(\x0b\x32\x16.epd.v1.SamplingParams\x12\x16\n\x0e\x64\x65\x63ode_follows\x18\t \x01(\x08\x12\x0c\n\x04salt\x18\n \x01(\x0c\x12\x0f\n\x07\x63hoices\x18\x0b \x01(\r\"?\n\x0e\x45mbeddingReady\x12\r\n\x05index\x18\x01 \x01(\r\x12\x1e\n\x06handle\x18\x02 \x01(\x0b\x32\x0e.epd.v1.Handle\"\xf4\x01\n\x0cPrefillEvent\x12$\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x10.epd.v1.AdmittedH\x00\x12\x35\n\x11\x65mbedding_fetched\x18\x02 \x01(\x0b\x32\x18.epd.v1.EmbeddingFetchedH\x00\x12#\n\x08kv_ready\x18\x03 \x01(\x0b\x32\x0f.epd.v1.KvReadyH\x00\x12)\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x12.epd.v1.FirstTokenH\x00\x12/\n\x0ereads_terminal\x18\x05 \x01(\x0b\x32\x15.epd.v1.ReadsTerminalH\x00\x42\x06\n\x04kind\"h\n\x08\x41\x64mitted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x15\n\rmissing_items\x18\x02 \x03(\r\x12\x1b\n\x0eposition_delta\x18\x03 \x01(\x11H\x00\x88\x01\x01\x42\x11\n\x0f_position_delta\"N\n\x10\x45mbeddingFetched\x12\r\n\x05index\x18\x01 \x01(\r\x12\x13\n\x0btransfer_ms\x18\x02 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x03 \x01(\x04\"N\n\x07KvReady\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x1e\n\x06handle\x18\x02 \x01(\x0b\x32\x0e.epd.v1.Handle\x12\x0e\n\x06tokens\x18\x03 \x01(\r\"\xb4\x01\n\nFirstToken\x12\x1c\n\x05token\x18\x01 \x01(\x0b\x32\r.epd.v1.Token\x12+\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x14.epd.v1.FinishReason\x12\x11\n\tkv_tokens\x18\x03 \x01(\r\x12#\n\x06timing\x18\x04 \x01(\x0b\x32\x13.epd.v1.StageTiming\x12#\n\x06others\x18\x05 \x03(\x0b\x32\x13.epd.v1.ChoiceToken\"k\n\x0b\x43hoiceToken\x12\x1c\n\x05token\x18\x01 \x01(\x0b\x32\r.epd.v1.Token\x12+\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x14.epd.v1.FinishReason\x12\x11\n\tkv_tokens\x18\x03 \x01(\r2B\n\x07Prefill\x12\x37\n\x03Run\x12\x16.epd.v1.PrefillRequest\x1a\x14.epd.v1.PrefillEvent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotos/epd/v1/prefill.proto\x12\x06\x65pd.v1\x1a\x1aprotos/epd/v1/common.proto\"\xb2\x01\n\x0ePrefillRequest\x12!\n\x03job\x18\x01 \x01(\x0b\x32\x12.epd.v1.PrefillJobH\x00\x12\x31\n\x0f\x65mbedding_ready\x18\x02 \x01(\x0b\x32\x16.epd.v1.EmbeddingReadyH\x00\x12 \n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x0e.epd.v1.CancelH\x00\x12 \n\x06recall\x18\x04 \x01(\x0b\x32\x0e.epd.v1.RecallH\x00\x42\x06\n\x04kind\"\x82\x02\n\nPrefillJob\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\x06\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x15\n\rprompt_length\x18\x06 \x01(\r\x12 \n\x05items\x18\x07 \x03(\x0b\x32\x11.epd.v1.ImageItem\x12(\n\x08sampling\x18\x08 \x01(\x0b\x32\x16.epd.v1.SamplingParams\x12\x16\n\x0e\x64\x65\x63ode_follows\x18\t \x01(\x08\x12\x0c\n\x04salt\x18\n \x01(\x0c\x12\x0f\n\x07\x63hoices\x18\x0b \x01(\r\"?\n\x0e\x45mbeddingReady\x12\r\n\x05index\x18\x01 \x01(\r\x12\x1e\n\x06handle\x18\x02 \x01(\x0b\x32\x0e.epd.v1.Handle\"\xf4\x01\n\x0cPrefillEvent\x12$\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x10.epd.v1.AdmittedH\x00\x12\x35\n\x11\x65mbedding_fetched\x18\x02 \x01(\x0b\x32\x18.epd.v1.EmbeddingFetchedH\x00\x12#\n\x08kv_ready\x18\x03 \x01(\x0b\x32\x0f.epd.v1.KvReadyH\x00\x12)\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x12.epd.v1.FirstTokenH\x00\x12/\n\x0ereads_terminal\x18\x05 \x01(\x0b\x32\x15.epd.v1.ReadsTerminalH\x00\x42\x06\n\x04kind\"h\n\x08\x41\x64mitted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x15\n\rmissing_items\x18\x02 \x03(\r\x12\x1b\n\x0eposition_delta\x18\x03 \x01(\x11H\x00\x88\x01\x01\x42\x11\n\x0f_position_delta\"N\n\x10\x45mbeddingFetched\x12\r\n\x05index\x18\x01 \x01(\r\x12\x13\n\x0btransfer_ms\x18\x02 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x03 \x01(\x04\"N\n\x07KvReady\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x1e\n\x06handle\x18\x02 \x01(\x0b\x32\x0e.epd.v1.Handle\x12\x0e\n\x06tokens\x18\x03 \x01(\r\"\xb4\x01\n\nFirstToken\x12\x1c\n\x05token\x18\x01 \x01(\x0b\x32\r.epd.v1.Token\x12+\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x14.epd.v1.FinishReason\x12\x11\n\tkv_tokens\x18\x03 \x01(\r\x12#\n\x06timing\x18\x04 \x01(\x0b\x32\x13.epd.v1.StageTiming\x12#\n\x06others\x18\x05 \x03(\x0b\x32\x13.epd.v1.ChoiceToken\"k\n\x0b\x43hoiceToken\x12\x1c\n\x05token\x18\x01 \x01(\x0b\x32\r.epd.v1.Token\x12+\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x14.epd.v1.FinishReason\x12\x11\n\tkv_tokens\x18\x03 \x01(\r2B\n\x07Prefill\x12\x37\n\x03Run\x12\x16.epd.v1.PrefillRequest\x1a\x14.epd.v1.PrefillEvent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.epd.v1.prefill_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=68
-  _globals['_PREFILLREQUEST']._serialized_end=212
-  _globals['_PREFILLJOB']._serialized_start=215
-  _globals['_PREFILLJOB']._serialized_end=473
-  _globals['_EMBEDDINGREADY']._serialized_start=475
-  _globals['_EMBEDDINGREADY']._serialized_end=538
-  _globals['_PREFILLEVENT']._serialized_start=541
-  _globals['_PREFILLEVENT']._serialized_end=785
-  _globals['_ADMITTED']._serialized_start=787
-  _globals['_ADMITTED']._serialized_end=891
-  _globals['_EMBEDDINGFETCHED']._serialized_start=893
-  _globals['_EMBEDDINGFETCHED']._serialized_end=971
-  _globals['_KVREADY']._serialized_start=973
-  _globals['_KVREADY']._serialized_end=1051
-  _globals['_FIRSTTOKEN']._serialized_start=1054
-  _globals['_FIRSTTOKEN']._serialized_end=1234
-  _globals['_CHOICETOKEN']._serialized_start=1236
-  _globals['_CHOICETOKEN']._serialized_end=1343
-  _globals['_PREFILL']._serialized_start=1345
-  _globals['_PREFILL']._serialized_end=1411
+  _globals['_PREFILLREQUEST']._serialized_end=246
+  _globals['_PREFILLJOB']._serialized_start=249
+  _globals['_PREFILLJOB']._serialized_end=507
+  _globals['_EMBEDDINGREADY']._serialized_start=509
+  _globals['_EMBEDDINGREADY']._serialized_end=572
+  _globals['_PREFILLEVENT']._serialized_start=575
+  _globals['_PREFILLEVENT']._serialized_end=819
+  _globals['_ADMITTED']._serialized_start=821
+  _globals['_ADMITTED']._serialized_end=925
+  _globals['_EMBEDDINGFETCHED']._serialized_start=927
+  _globals['_EMBEDDINGFETCHED']._serialized_end=1005
+  _globals['_KVREADY']._serialized_start=1007
+  _globals['_KVREADY']._serialized_end=1085
+  _globals['_FIRSTTOKEN']._serialized_start=1088
+  _globals['_FIRSTTOKEN']._serialized_end=1268
+  _globals['_CHOICETOKEN']._serialized_start=1270
+  _globals['_CHOICETOKEN']._serialized_end=1377
+  _globals['_PREFILL']._serialized_start=1379
+  _globals['_PREFILL']._serialized_end=1445
 # @@protoc_insertion_point(module_scope)

@@ -28,6 +28,7 @@ class PrefillRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     EMBEDDING_READY_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    RECALL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def job(self) -> Global___PrefillJob:
         """First message, exactly once."""
@@ -40,18 +41,23 @@ class PrefillRequest(_message.Message):
     def cancel(self) -> _common_pb2.Cancel:
         """Ends the request early; ReadsTerminal answers it."""
 
+    @_builtins.property
+    def recall(self) -> _common_pb2.Recall:
+        """Given back unless it was admitted: then it holds memory that others may be reading."""
+
     def __init__(
         self,
         *,
         job: Global___PrefillJob | None = ...,
         embedding_ready: Global___EmbeddingReady | None = ...,
         cancel: _common_pb2.Cancel | None = ...,
+        recall: _common_pb2.Recall | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "embedding_ready", b"embedding_ready", "job", b"job", "kind", b"kind"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "embedding_ready", b"embedding_ready", "job", b"job", "kind", b"kind", "recall", b"recall"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "embedding_ready", b"embedding_ready", "job", b"job", "kind", b"kind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "embedding_ready", b"embedding_ready", "job", b"job", "kind", b"kind", "recall", b"recall"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["job", "embedding_ready", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["job", "embedding_ready", "cancel", "recall"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
