@@ -23,13 +23,13 @@ from epd.errors import EpdError, ErrorKind
 from epd.obs import metrics
 from epd.rpc.status import internal
 from gateway.access_log import OPEN_PATHS
+from gateway.budget import GREED
 from gateway.outcomes import STAGE, count
 
 _log = logging.getLogger(__name__)
 ANSWER_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 """Requests here are counted by how they end (`gateway.outcomes`)."""
 _SALT = b"epd tenant salt 1"
-_GREED = 4
 
 
 @dataclass(slots=True)
@@ -110,10 +110,10 @@ class Access:
         caller.budget -= 1
 
     def _leave_room(self, caller: Caller) -> None:
-        """One key among several never takes the last places: it may have `_GREED` times as
+        """One key among several never takes the last places: it may have `GREED` times as
         many as are left (dynamic thresholds, Choudhury and Hahne 1998)."""
         left = self._most_running - sum(other.running for other in self._callers)
-        if len(self._callers) > 1 and caller.running >= _GREED * left:
+        if len(self._callers) > 1 and caller.running >= GREED * left:
             reason = f"this key has {caller.running} requests running, and {left} places are left"
             raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
 

@@ -61,13 +61,13 @@ def build_app(service: ChatService, vocab_size: int, fingerprint: str) -> FastAP
         return await _answer(request, service, partial(_response, vocab_size))
 
     async def tokenize_route(request: Request) -> Response:
-        with service.budget.hold() as hold, service.receiving():
+        with service.budget.hold(request.state.salt) as hold, service.receiving():
             body = await _read(request, service, hold)
             work = tokenize(service, body, vocab_size, request.state.request_id, hold)
             return _json(await unless_gone(request.receive, work))
 
     async def detokenize_route(request: Request) -> Response:
-        with service.budget.hold() as hold, service.receiving():
+        with service.budget.hold(request.state.salt) as hold, service.receiving():
             body = await _read(request, service, hold)
             return _json(detokenize(service, body, vocab_size))
 
@@ -196,7 +196,7 @@ async def _read(request: Request, service: ChatService, hold: Hold) -> bytes:
 
 async def _answer(request: Request, service: ChatService, form: Form) -> Response:
     request_id = request.state.request_id
-    with service.budget.hold() as hold:
+    with service.budget.hold(request.state.salt) as hold:
         with beginning(), service.receiving():
             body = await _read(request, service, hold)
             call, encoding = form(body, service.config.limits)

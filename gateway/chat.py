@@ -56,7 +56,8 @@ class ChatService:
         self.pipeline = pipeline
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer)
-        self.budget = Budget(config.limits.max_inflight_mib << 20)
+        several = len(config.gateway.api_keys) > 1
+        self.budget = Budget(config.limits.max_inflight_mib << 20, several)
         self.door = Door(config.gateway.hold_s)
         self.draining = False
         self.inflight = 0

@@ -95,20 +95,21 @@ class Encoding:
                 stream.abort()
 
     async def _encoded(self, index: int) -> prefill_pb2.EmbeddingReady:
-        """On another encoder if one dies: prefill was not told yet."""
-        for left in range(_TRIES - 1, -1, -1):
+        """On another encoder if one dies or leaves: prefill was not told yet."""
+        left = _TRIES
+        while True:
             stream = self._open(index)
             try:
                 ready = await self._result(stream)
             except StageFault as fault:
                 digest = self._jobs.request.items[index].digest
                 self._stages.registry.not_encoded(digest, stream.worker)
+                left -= not fault.handed_back
                 if not (left and self._may_move(fault, index)):
                     raise
             else:
                 self._leases[index] = stream
                 return ready
-        raise AssertionError("the last try returns or raises")
 
     def _may_move(self, fault: StageFault, index: int) -> bool:
         if fault.error.kind in _IMAGE_FAULTS:

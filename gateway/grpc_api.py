@@ -49,9 +49,9 @@ class GatewayService(pb_grpc.GatewayServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         service = self._service
         with (
-            self._access.admit(authorization(context)),
+            self._access.admit(authorization(context)) as caller,
             service.receiving(),
-            service.budget.hold() as hold,
+            service.budget.hold(caller.salt) as hold,
         ):
             hold.take(request.ByteSize())
             call = tokenize_call(request, service.config.limits, self._vocab_size)
@@ -106,7 +106,7 @@ class GatewayService(pb_grpc.GatewayServicer):
         left_s: float | None,
     ) -> Answer:
         service = self._service
-        with service.budget.hold() as hold:
+        with service.budget.hold(salt) as hold:
             with beginning():
                 hold.take(request.ByteSize())
                 call = replace(read(service.config.limits, self._vocab_size), salt=salt)

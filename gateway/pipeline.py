@@ -181,7 +181,7 @@ class Run:
                 return
             assert fault is not None
             # A preempted request that moves on may do so as often as it must.
-            failures += not (preempted and progressed)
+            failures += not (fault.handed_back or (preempted and progressed))
             self._check_retry(fault, failures, group, preempted)
             await self._recover()
             if len(group) > 1 and not _can_share(group):

@@ -61,6 +61,12 @@ class StageFault(Exception):
         self.worker = worker
         self.lost = lost
 
+    @property
+    def handed_back(self) -> bool:
+        """By a worker that leaves, before anything was begun: no failure, and it can be so
+        but once for each worker."""
+        return self.error.kind is ErrorKind.NOT_STARTED and self.worker.draining
+
 
 class StageStream:
     """One bidirectional call. `next` may be used by one task at a time."""

@@ -144,6 +144,23 @@ async def test_what_waits_at_a_leaving_worker_goes_to_another_at_once(
     assert not [line for line in house.journal if line.endswith("cut")], "nobody quarantines"
 
 
+@pytest.mark.parametrize("stage", list(Stage))
+async def test_a_request_moves_on_as_often_as_workers_leave(house: House, stage: Stage) -> None:
+    """A rolling restart of many workers, and a request that waits at each of them."""
+    rounds = 5
+    for number in range(rounds):
+        await house.add(stage, f"another {number}")
+    reached = stay_at(house, f"{stage}.job")
+    waiting = asyncio.create_task(house.chat(images=1))
+    for number in range(rounds):
+        await until(lambda: len(reached) > number)  # noqa: B023
+        if number == rounds - 1:
+            del house.script.hooks[f"{stage}.job"]
+        reached[number].worker.leaving = True
+    assert (await asyncio.wait_for(waiting, LIMIT_S)).status == 200
+    assert len(house.script.jobs_of(stage)) == rounds + 1
+
+
 @pytest.mark.parametrize("point", ["encode.run", "prefill.first", "decode.fetch"])
 async def test_what_a_leaving_worker_has_begun_ends_there(house: House, point: str) -> None:
     stage = Stage(point.partition(".")[0])
