@@ -86,7 +86,18 @@ class Node:
     def command(self, line: Sequence[str]) -> list[str]:
         """The command that runs `line` in this node. It replaces itself by `line`: the
         process id, the parent and the standard streams are the program's own."""
-        return ["nsenter", f"--net={_NAMESPACES / self.namespace}", "--", *line]
+        return ["nsenter", f"--net={self._file}", "--", *line]
+
+    def module(self, line: Sequence[str]) -> list[str]:
+        """The same for ``[python, "-m", module, *arguments]``, as a line that fork servers
+        take, too."""
+        python, option, *rest = line
+        assert option == "-m", line
+        return [python, option, "tests.in_node", self._file, *rest]
+
+    @property
+    def _file(self) -> str:
+        return str(_NAMESPACES / self.namespace)
 
 
 class Network:

@@ -6,21 +6,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from epd.child import command_line
-from epd.lifetime import expect_parent
+from epd.forkserver import Process
+from tests.chaos.next_release import VERSION
 from tests.chaos.outcomes import Outcome
 from tests.chaos.questions import Question, questions
 from tests.chaos.service import Place, Service
 from tests.chaos.traffic import Traffic
-from tests.e2e.cluster import ROOT, STAGES
-from tests.waiting import block_until, promised
+from tests.e2e.cluster import STAGES
+from tests.e2e.forks import start
+from tests.waiting import LIMIT_S, block_until, promised, until
 
 pytestmark = pytest.mark.timeout(400)
 STAYING = ("whole", "stream", "grpc")
@@ -57,13 +57,18 @@ async def test_a_rolling_restart_of_every_worker_loses_no_request(
 ) -> None:
     clients = asyncio.create_task(traffic.run(3, ways=STAYING, bursts=False))
     for place in service.workers:
-        before = len(traffic.outcomes.all)
         await replace(service, place)
-        assert len(traffic.outcomes.all) > before, f"nothing was answered around {place.name}"
+        await another(traffic)
     traffic.stop()
     await clients
     assert not not_right(traffic)
     assert not await asyncio.to_thread(service.leaks)
+
+
+async def another(traffic: Traffic) -> None:
+    """Until one more is answered."""
+    before = len(traffic.outcomes.all)
+    await until(lambda: len(traffic.outcomes.all) > before)
 
 
 async def replace(service: Service, place: Place) -> None:
@@ -74,10 +79,7 @@ async def replace(service: Service, place: Place) -> None:
 
 
 async def again(service: Service, place: Place) -> None:
-    """Started by this thread: a child dies with the thread that began it, and those of an
-    event loop end with the test."""
-    place.worker.launch()
-    await asyncio.to_thread(place.worker.until_ready)
+    await asyncio.to_thread(service.again, place)
     await asyncio.to_thread(service.until_complete)
 
 
@@ -88,9 +90,9 @@ async def test_a_worker_of_another_release_gets_no_work(
     """The old ones go on; the new one says why it isn't wanted."""
     log = tmp_path / "log"
     with upgraded(service.of(stage)[0], log) as process:
-        await asyncio.to_thread(block_until, lambda: "0.999" in log.read_text())
+        await asyncio.to_thread(block_until, lambda: VERSION in log.read_text())
         assert process.poll() is None, "it goes on dialling: its own gateways may come"
-        refusal = next(line for line in log.read_text().splitlines() if "0.999" in line)
+        refusal = next(line for line in log.read_text().splitlines() if VERSION in line)
         assert "version" in refusal
         async with traffic.session() as session:
             for gateway in service.gateways:
@@ -101,29 +103,17 @@ async def test_a_worker_of_another_release_gets_no_work(
 
 
 @contextlib.contextmanager
-def upgraded(place: Place, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def upgraded(place: Place, log: Path) -> Iterator[Process]:
     """Another worker like this one, of a release to come."""
-    line = command_line(place.worker.role, place.worker.settings)
-    module = line.index("-m")
-    program = (
-        "import sys, runpy, epd; epd.__version__ = '0.999.0'; "
-        "runpy.run_module('epd.cli', run_name='__main__', alter_sys=True)"
-    )
-    line = [*line[:module], "-c", program, *line[module + 2 :]]
+    line = place.worker.line
+    line[line.index("epd.cli")] = "tests.chaos.next_release"
     with log.open("w") as out:
-        process = subprocess.Popen(
-            place.node.command(line) if place.node else line,
-            cwd=ROOT,
-            env=expect_parent(place.worker.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-        )
+        process, _ = start(line, place.worker.environ, out.fileno())
     try:
         yield process
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(20)
+        process.terminate()
+        process.wait(LIMIT_S)
 
 
 LONG = Question("long", ("Tell me everything.",), {"max_tokens": 400, "ignore_eos": True})

@@ -1,9 +1,8 @@
 """A service of real processes for tests: start it, hurt it, look inside, prove it is clean.
 
-`Cluster` starts the stages as `epd serve` does or, in nodes of a network, as an operator would
-(``python -m epd.cli <role>``), each with its own log file, and keeps what their READY lines
-say. `assert_clean` is the promise that every test ends on: no block, lease, stream or task is
-left in any process.
+`Cluster` starts the stages as `epd serve` does, each with its own log file and, if asked to,
+in a node of a network, and keeps what their READY lines say. `assert_clean` is the promise
+that every test ends on: no block, lease, stream or task is left in any process.
 """
 
 from __future__ import annotations
@@ -126,18 +125,22 @@ class Worker:
     def launch(self) -> None:
         self._lines = queue.Queue()
         with self.log.open("a") as log:
-            self.process, stdout = self._start(command_line(self.role, self.settings), log)
+            self.process, stdout = self._start(log)
         reader = threading.Thread(target=_read, args=(stdout, self._lines), daemon=True)
         reader.start()
 
-    def _start(
-        self, line: list[str], log: TextIO
-    ) -> tuple[subprocess.Popen[str] | Process, TextIO]:
+    @property
+    def line(self) -> list[str]:
+        """The command that starts it, where it runs."""
+        line = command_line(self.role, self.settings)
+        return self.node.module(line) if self.node else line
+
+    def _start(self, log: TextIO) -> tuple[subprocess.Popen[str] | Process, TextIO]:
         # What CUDA is told before a fork it doesn't know after it.
-        if self.node is None and self.settings.get("model.device", "cpu") == "cpu":
-            return start(line, self.environ, log.fileno())
+        if self.settings.get("model.device", "cpu") == "cpu":
+            return start(self.line, self.environ, log.fileno())
         process = subprocess.Popen(
-            self.node.command(line) if self.node else line,
+            self.line,
             cwd=ROOT,
             env=expect_parent(self.environ),
             stdin=subprocess.DEVNULL,
