@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
+import itertools
 import json
 import struct
 import zlib
@@ -84,6 +86,19 @@ def data_url(data: bytes, kind: str = "image/png") -> str:
 
 def part(url: str, **more: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url, **more}}
+
+
+_numbers = itertools.count()
+
+
+def another() -> int:
+    """A number, each time another, the same ones in every run."""
+    return next(_numbers)
+
+
+def fresh() -> str:
+    """Letters and digits that no cache has seen."""
+    return hashlib.sha256(another().to_bytes(8)).hexdigest()[:16]
 
 
 def text(value: str) -> dict[str, Any]:

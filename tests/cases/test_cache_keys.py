@@ -6,7 +6,6 @@ In exact mode: what came out of a cache is compared bit by bit with what was com
 from __future__ import annotations
 
 import io
-import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +18,7 @@ from epd.images import item_digest
 from epd.jobs import ImageItem
 from epd.kv.layout import KvLayout, LayerShape
 from epd.kv.prefix import BlockChain, root_hash
+from tests.cases import pictures
 from tests.cases.pictures import body, counter, data_url, file, noise, part, solid, text
 from tests.cases.test_pressure import Leaver, at_once
 from tests.e2e.cluster import Cluster, Reply, request
@@ -50,14 +50,17 @@ def prompt_tokens(reply: Reply) -> int:
 
 def fresh(words: int = 40) -> str:
     """Text that no cache has seen."""
-    return os.urandom(8).hex() + " what do you see here?" * (words // 5)
+    return pictures.fresh() + " what do you see here?" * (words // 5)
 
 
 def flush(cluster: Cluster) -> None:
     """Write all over the pools and the embedding cache."""
     at_once(
         cluster,
-        [body(file(noise(224, 224, random.randrange(1 << 30))), text(fresh())) for _ in range(40)],
+        [
+            body(file(noise(224, 224, 10_000 + pictures.another())), text(fresh()))
+            for _ in range(40)
+        ],
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -170,13 +169,8 @@ async def test_more_pictures_than_fit_give_way_and_come_again(
 # -- through the gateway --------------------------------------------------------
 
 
-def fresh() -> bytes:
-    """A picture that no cache holds."""
-    return grey_png(97, 96, time.time_ns() & 0xFF)
-
-
 def test_one_new_picture_in_eight_requests_is_encoded_once(cluster: Cluster) -> None:
-    data = fresh()
+    data = grey_png(97, 96)  # nobody else's: no cache holds it
     before = encoded(cluster.worker("encode").metrics())
     body = {"messages": [user(data, "Describe the image.")], "temperature": 0, "max_tokens": 8}
     with ThreadPoolExecutor(8) as pool:

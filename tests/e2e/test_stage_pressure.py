@@ -26,6 +26,7 @@ from tests.tiny.reference import reference_generate
 from tests.waiting import LIMIT_S, soon, until
 
 BLOCK = 8
+MOST_ROUNDS = 20
 SETTINGS = {
     "kv__block_tokens": BLOCK,
     "kv__prefill_tokens": 16 * BLOCK,
@@ -68,16 +69,22 @@ def planner(checkpoint: Path) -> Planner:
 async def test_requests_that_are_pushed_out_come_again_and_lose_nothing(
     stages: Stages, planner: Planner
 ) -> None:
-    """Four outputs of 60 tokens in a pool of 160: some must give way."""
+    """Four outputs of 60 tokens in a pool of 160: some must give way, once they meet."""
     client = Client(stages)
     asked = [ask("hello " * (i + 1)) for i in range(4)]
+    whole = [
+        reference_generate(planner.checkpoint, messages, (), 60, eos_token_id=None).ids
+        for messages in asked
+    ]
     sampling = greedy((), max_tokens=60)
-    requests = [planner.request(messages, (), sampling) for messages in asked]
-    results = await asyncio.gather(*(client.run_resuming(request) for request in requests))
-    for messages, (ids, _) in zip(asked, results, strict=True):
-        whole = reference_generate(planner.checkpoint, messages, (), 60, eos_token_id=None)
-        assert ids == whole.ids
-    assert sum(pushed_out for _, pushed_out in results) > 0, "the pool was never full"
+    for _ in range(MOST_ROUNDS):
+        requests = [planner.request(messages, (), sampling) for messages in asked]
+        results = await asyncio.gather(*(client.run_resuming(request) for request in requests))
+        assert [ids for ids, _ in results] == whole
+        if any(pushed_out for _, pushed_out in results):
+            break
+    else:
+        pytest.fail("the pool was never full")
     await client.close()
     assert not await asyncio.to_thread(stages.idle)
 
@@ -126,7 +133,7 @@ async def test_streams_lost_at_random_leave_nothing_behind(
 
     for _ in range(3):
         await asyncio.gather(*(lose(pick.uniform(0, 0.8)) for _ in range(12)))
-    left = await asyncio.to_thread(stages.idle, 20.0)
+    left = await asyncio.to_thread(stages.idle)
     assert not left, left
     whole = reference_generate(planner.checkpoint, ask("what?", 2), IMAGES).ids
     assert (await client.run(request)).ids == whole
@@ -137,7 +144,8 @@ async def test_a_worker_that_is_told_to_stop_finishes_what_runs(
     checkpoint: Path, stages: Stages, planner: Planner, tmp_path: Path
 ) -> None:
     """SIGTERM: running outputs end well, new work is refused, exit code 0."""
-    leaving = StageProcess("decode", checkpoint, tmp_path / "log", **SETTINGS)
+    settings = SETTINGS | {"worker__grace_s": LIMIT_S}
+    leaving = StageProcess("decode", checkpoint, tmp_path / "log", **settings)
     leaving.wait_ready()
     mixed = Stages(checkpoint, tmp_path, {}, {**stages.processes, "decode": leaving})
     client = Client(mixed)
