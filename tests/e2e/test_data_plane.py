@@ -15,12 +15,15 @@ from epd.transfer.wall import listening_ports
 from tests.e2e.cluster import GATEWAY, STAGES, Cluster
 from tests.e2e.conftest import COLOUR, MakeCluster, picture, user
 from tests.netns import LAN, Network, Node, open_network
+from tests.waiting import LIMIT_S
 
 PORTS = (15000, 15999)
 DATA = "data"
+LOOK_S = 0.7
+"""For what must not be reached; what must be has `LIMIT_S`."""
 
 
-async def reachable(host: str, port: int, limit_s: float = 0.5) -> bool:
+async def reachable(host: str, port: int, limit_s: float = LOOK_S) -> bool:
     try:
         async with asyncio.timeout(limit_s):
             _, writer = await asyncio.open_connection(host, port)
@@ -38,7 +41,7 @@ async def test_an_engine_on_loopback_is_reached_at_its_own_address_only() -> Non
         ports = listening_ports() - before
         assert len(ports) == 2, "the handshake and the data port"
         for port in ports:
-            assert await reachable("127.0.0.1", port)
+            assert await reachable("127.0.0.1", port, LIMIT_S)
             assert not await reachable("127.0.0.2", port)
     finally:
         await engine.close()
@@ -68,10 +71,26 @@ def mooncake_ports(node: Node) -> list[int]:
     return sorted(port for port in ports if PORTS[0] <= port <= PORTS[1])
 
 
-def dials(node: Node, host: str, port: int) -> bool:
+def dials(node: Node, host: str, port: int, limit_s: float = LOOK_S) -> bool:
     """Whether a TCP connection from this node comes about."""
-    line = ["timeout", "0.7", "bash", "-c", f"exec 3<>/dev/tcp/{host}/{port}"]
+    line = ["timeout", f"{limit_s}", "bash", "-c", f"exec 3<>/dev/tcp/{host}/{port}"]
     return subprocess.run(node.command(line), capture_output=True).returncode == 0
+
+
+async def only_inside(stage: Node, peer: Node, outsider: Node) -> None:
+    """Both ports are reached over the network of the data plane, and not otherwise."""
+    inside, outside = stage.link(DATA).address, stage.address
+    # Linux answers for all its addresses on all its interfaces.
+    route = ["ip", "route", "replace", inside, "via", outside]
+    subprocess.run(outsider.command(route), check=True)
+    ports = mooncake_ports(stage)
+    assert len(ports) == 2
+    for port in ports:
+        assert await asyncio.to_thread(dials, peer, inside, port, LIMIT_S), "peers reach it so"
+        assert not await reachable(outside, port), f"{stage.name} answers on the LAN"
+        for address, how in ((outside, "on the LAN"), (inside, "around the corner")):
+            found = await asyncio.to_thread(dials, outsider, address, port)
+            assert not found, f"{stage.name} is reached {how}"
 
 
 async def test_the_data_plane_has_a_network_of_its_own(
@@ -82,19 +101,7 @@ async def test_the_data_plane_has_a_network_of_its_own(
     assert reply.status == 200, reply
     assert "red" in reply.json["choices"][0]["message"]["content"]
     outsider = network.node("outsider", [LAN])
-    for stage in STAGES:
-        node = nodes[stage]
-        ports = mooncake_ports(node)
-        assert len(ports) == 2
-        for port in ports:
-            inside, outside = node.link(DATA).address, node.address
-            assert dials(nodes[GATEWAY], inside, port), "this is how peers reach it"
-            assert not await reachable(outside, port), f"{stage} answers on the LAN"
-            assert not dials(outsider, outside, port), f"{stage} answers on the LAN"
-            # Linux answers for all its addresses on all its interfaces.
-            route = ["ip", "route", "replace", inside, "via", outside]
-            subprocess.run(outsider.command(route), check=True)
-            assert not dials(outsider, inside, port), f"{stage} is reached around the corner"
+    await asyncio.gather(*(only_inside(nodes[s], nodes[GATEWAY], outsider) for s in STAGES))
     assert spread.chat(body).status == 200
     spread.assert_clean()
 
