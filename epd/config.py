@@ -238,6 +238,8 @@ class GatewayConfig(_ProcessSection):
     """A stream that has nothing to say for so long says ": ping"; 0: never."""
     slow_reader_s: float = Field(30.0, gt=0)
     """A client that takes nothing of its answer for so long is cut off."""
+    body_workers: int = Field(2, ge=1)
+    """Processes that read large request bodies (over 1 MiB, or of thousands of values)."""
     header_workers: int = Field(2, ge=1)
     """Processes that read the headers of picture files."""
     preprocess_workers: int = Field(1, ge=0)

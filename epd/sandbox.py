@@ -27,7 +27,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ from epd.errors import EpdError, ErrorKind
 from epd.forked import fork_helper, may_fork
 from epd.forkserver import Process
 from epd.lifetime import expect_parent
-from epd.sandbox_worker import PREFIX, receive_exactly, send_request
+from epd.sandbox_worker import PREFIX, Buffer, receive_exactly, send_request
 
 _log = logging.getLogger(__name__)
 _START_S = 120.0
@@ -92,6 +92,7 @@ class Sandbox:
         self._limits = limits
         self._zygote = _Zygote(entry, arguments, limits)
         self._threads = ThreadPoolExecutor(workers, f"sandbox-{entry}")
+        self._free = asyncio.Semaphore(workers)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._workers = [_Worker(self._zygote) for _ in range(workers)]
         for worker in self._workers:
@@ -108,8 +109,8 @@ class Sandbox:
         warm = [loop.run_in_executor(self._threads, self._warm) for _ in self._workers]
         await asyncio.gather(*warm)
 
-    async def run(self, head: Mapping[str, Any], body: bytes) -> Reply:
-        """One request, in its turn.
+    async def run(self, head: Mapping[str, Any], body: bytes | Sequence[Buffer]) -> Reply:
+        """One request, in its turn; `body` may be in pieces.
 
         Raises:
             EpdError: from the work; STAGE_UNAVAILABLE, no worker can be started.
@@ -117,12 +118,20 @@ class Sandbox:
             RuntimeError: the work raised something else.
         """
         loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._threads, self._run, head, body)
-        except WorkerDied:
+        pieces = (body,) if isinstance(body, bytes) else body
+        # Who waits waits here: given up, it is forgotten, and so are its bytes. What a worker
+        # has it goes on with, and until then it is not free.
+        await self._free.acquire()
+        work = loop.run_in_executor(self._threads, self._run, head, pieces)
+        work.add_done_callback(self._done)
+        return await asyncio.shield(work)
+
+    def _done(self, work: asyncio.Future[Reply]) -> None:
+        self._free.release()
+        if not work.cancelled() and isinstance(work.exception(), WorkerDied):
             self.killed += 1
-            loop.run_in_executor(self._threads, self._warm)
-            raise
+            with contextlib.suppress(RuntimeError):  # closed
+                self._threads.submit(self._warm)
 
     def close(self) -> None:
         """Kill everything; requests that are under way fail."""
@@ -138,7 +147,7 @@ class Sandbox:
         finally:
             self._idle.put(worker)
 
-    def _run(self, head: Mapping[str, Any], body: bytes) -> Reply:
+    def _run(self, head: Mapping[str, Any], body: Sequence[Buffer]) -> Reply:
         try:
             reply = self._exchange(head, body)
         except WorkerDied as died:
@@ -152,7 +161,7 @@ class Sandbox:
             raise RuntimeError(reply.head["fault"])
         return reply
 
-    def _exchange(self, head: Mapping[str, Any], body: bytes) -> Reply:
+    def _exchange(self, head: Mapping[str, Any], body: Sequence[Buffer]) -> Reply:
         worker = self._idle.get()
         try:
             return worker.exchange(head, body, self._limits.cpu_s)
@@ -183,7 +192,7 @@ class _Worker:
             self._socket, self._pidfd = self._zygote.fork()
         return self._socket
 
-    def exchange(self, head: Mapping[str, Any], body: bytes, cpu_s: float) -> Reply:
+    def exchange(self, head: Mapping[str, Any], body: Sequence[Buffer], cpu_s: float) -> Reply:
         channel = self.ensure()
         started = time.monotonic()
         channel.settimeout(_PATIENCE * cpu_s)

@@ -28,9 +28,10 @@ Buffer = bytes | memoryview
 Work = Callable[[dict[str, Any], bytes], tuple[dict[str, Any], Sequence[Buffer]]]
 
 
-def send_request(channel: socket.socket, head: bytes, body: bytes) -> None:
-    channel.sendall(PREFIX.pack(len(head), len(body)) + head)
-    channel.sendall(body)
+def send_request(channel: socket.socket, head: bytes, body: Sequence[Buffer]) -> None:
+    channel.sendall(PREFIX.pack(len(head), sum(map(len, body))) + head)
+    for piece in body:
+        channel.sendall(piece)
 
 
 def receive_exactly(channel: socket.socket, count: int) -> bytes:

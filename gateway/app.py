@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,13 +18,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from epd import __version__
-from epd.config import LimitsConfig
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from epd.obs import metrics
+from gateway.bodies import BodyReader
 from gateway.budget import Hold
 from gateway.chat import Answer, ChatService
-from gateway.completions import CompletionEncoder, parse_completion
+from gateway.completions import CompletionEncoder
+from gateway.forms import Form
 from gateway.openai import Encoder
 from gateway.openapi import OPENAPI
 from gateway.outcomes import STAGE, ClientGone, beginning, typed
@@ -38,38 +38,38 @@ from gateway.responses import (
     read_body,
     unless_gone,
 )
-from gateway.responses_api import ResponseEncoder, parse_response
-from gateway.schema import ChatCall, parse_body
+from gateway.responses_api import ResponseEncoder
+from gateway.schema import ChatCall
 from gateway.tokens import detokenize, tokenize
 
 _log = logging.getLogger(__name__)
 
 
-def build_app(service: ChatService, vocab_size: int, fingerprint: str) -> FastAPI:
+def build_app(service: ChatService, bodies: BodyReader, fingerprint: str) -> FastAPI:
     """Routes over one service. No state of its own."""
     app = FastAPI(title="epd", openapi_url=None, docs_url=None, redoc_url=None)
     registry = service.pipeline.stages.registry
     started = int(time.time())
 
     async def chat_completions(request: Request) -> Response:
-        return await _answer(request, service, partial(_chat, vocab_size))
+        return await _answer(request, service, bodies, Form.CHAT)
 
     async def completions(request: Request) -> Response:
-        return await _answer(request, service, partial(_completion, vocab_size))
+        return await _answer(request, service, bodies, Form.COMPLETION)
 
     async def responses(request: Request) -> Response:
-        return await _answer(request, service, partial(_response, vocab_size))
+        return await _answer(request, service, bodies, Form.RESPONSE)
 
     async def tokenize_route(request: Request) -> Response:
         with service.budget.hold(request.state.salt) as hold, service.receiving():
-            body = await _read(request, service, hold)
-            work = tokenize(service, body, vocab_size, request.state.request_id, hold)
+            call = await _read(request, service, bodies, Form.TOKENIZE, hold)
+            work = tokenize(service, call, request.state.request_id, hold)
             return _json(await unless_gone(request.receive, work))
 
     async def detokenize_route(request: Request) -> Response:
         with service.budget.hold(request.state.salt) as hold, service.receiving():
-            body = await _read(request, service, hold)
-            return _json(detokenize(service, body, vocab_size))
+            call = await _read(request, service, bodies, Form.DETOKENIZE, hold)
+            return _json(detokenize(service, call))
 
     posted = {
         "/v1/chat/completions": chat_completions,
@@ -169,39 +169,32 @@ def counts(service: ChatService) -> dict[str, int]:
 
 
 AnswerForm = Encoder | CompletionEncoder | ResponseEncoder
-Form = Callable[[bytes, LimitsConfig], tuple[ChatCall, type[AnswerForm]]]
-"""Checks a body; says how to encode the answer."""
+_ENCODERS: dict[Form, type[AnswerForm]] = {
+    Form.CHAT: Encoder,
+    Form.COMPLETION: CompletionEncoder,
+    Form.RESPONSE: ResponseEncoder,
+}
 
 
-def _chat(vocab_size: int, body: bytes, limits: LimitsConfig) -> tuple[ChatCall, type[Encoder]]:
-    return parse_body(body, limits, vocab_size), Encoder
-
-
-def _completion(
-    vocab_size: int, body: bytes, limits: LimitsConfig
-) -> tuple[ChatCall, type[CompletionEncoder]]:
-    return parse_completion(body, limits, vocab_size), CompletionEncoder
-
-
-def _response(
-    vocab_size: int, body: bytes, limits: LimitsConfig
-) -> tuple[ChatCall, type[ResponseEncoder]]:
-    return parse_response(body, limits, vocab_size), ResponseEncoder
-
-
-async def _read(request: Request, service: ChatService, hold: Hold) -> bytes:
+async def _read(
+    request: Request, service: ChatService, bodies: BodyReader, form: Form, hold: Hold
+) -> ChatCall:
+    """The body, checked."""
     limit, within_s = service.config.limits.max_body_bytes, service.config.gateway.body_s
-    return await read_body(request, limit, within_s, hold)
+    body = await read_body(request, limit, within_s, hold)
+    call = bodies.read_at_once(form, body)
+    if call is None:
+        call = await unless_gone(request.receive, bodies.read_apart(form, body))
+    return replace(call, salt=request.state.salt)
 
 
-async def _answer(request: Request, service: ChatService, form: Form) -> Response:
-    request_id = request.state.request_id
+async def _answer(
+    request: Request, service: ChatService, bodies: BodyReader, form: Form
+) -> Response:
+    request_id, encoding = request.state.request_id, _ENCODERS[form]
     with service.budget.hold(request.state.salt) as hold:
         with beginning(), service.receiving():
-            body = await _read(request, service, hold)
-            call, encoding = form(body, service.config.limits)
-            call = replace(call, salt=request.state.salt)
-            del body
+            call = await _read(request, service, bodies, form, hold)
         if call.stream:
             begun = asyncio.create_task(_begin(service, call, request_id, hold, encoding))
             begun.add_done_callback(partial(_release, hold))

@@ -36,12 +36,15 @@ class Loaded:
     spec: ModelSpec
     processor_digest: bytes
     tokenizer: Tokenizer
+    longest_token: int
+    """Characters."""
     builder: PromptBuilder | None = None
 
     @classmethod
     def of(cls, facts: Facts, builder: PromptBuilder | None = None) -> Loaded:
         tokenizer = Tokenizer.from_str(facts.tokenizer)
-        return cls(facts.spec, facts.processor_digest, tokenizer, builder)
+        longest = max(map(len, tokenizer.get_vocab()), default=1)
+        return cls(facts.spec, facts.processor_digest, tokenizer, longest, builder)
 
     def image_key(self, images_in_request: int) -> int:
         """Part of a picture's identity; see `families.image_key`."""

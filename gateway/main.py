@@ -20,6 +20,8 @@ from gateway import grpc_receipt, tls
 from gateway.access import Access, AccessControl
 from gateway.access_log import RequestLog
 from gateway.app import build_app, counts, why_not_ready
+from gateway.bodies import BodyReader
+from gateway.body_process import Room
 from gateway.chat import ChatService
 from gateway.checkpoint import Loaded, load
 from gateway.grpc_access import AccessLog
@@ -100,7 +102,12 @@ class Gateway:
             loaded.tokenizer,
         )
         access = Access(config.gateway, config.limits.max_inflight)
-        self.app = build_app(self.service, spec.vocab_size, spec.fingerprint)
+        self._bodies = BodyReader(
+            config,
+            spec.vocab_size,
+            lambda: Room(self._preparer.max_context, loaded.longest_token),
+        )
+        self.app = build_app(self.service, self._bodies, spec.fingerprint)
         self.app.add_middleware(AccessControl, access=access)
         if config.gateway.cors_origins:
             # Around the keys: a browser asks without one what it may do.
@@ -221,6 +228,7 @@ class Gateway:
         # Workers that stop, too, leave by themselves meanwhile.
         await self._membership.stop(STOP_S)
         await self._connections.close()
+        self._bodies.close()
         await self._preparer.close()
 
     async def _prune_forever(self) -> None:

@@ -27,8 +27,8 @@ _LINGER_S = 5.0
 """How long after its deadline a stream may wait for a client that doesn't read."""
 
 
-async def read_body(request: Request, limit: int, within_s: float, hold: Hold) -> bytes:
-    """The whole body, counted in `hold`.
+async def read_body(request: Request, limit: int, within_s: float, hold: Hold) -> list[bytes]:
+    """The whole body, in pieces as they came, counted in `hold`.
 
     Raises:
         EpdError: REQUEST_TOO_LARGE, REQUEST_TIMEOUT if it took too long, or OVERLOADED.
@@ -47,7 +47,7 @@ async def read_body(request: Request, limit: int, within_s: float, hold: Hold) -
         raise
 
 
-async def _read_body(request: Request, limit: int, hold: Hold) -> bytes:
+async def _read_body(request: Request, limit: int, hold: Hold) -> list[bytes]:
     coding = request.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
         reason = f"content-encoding {coding[:32]!r} is not supported; send the body as it is"
@@ -66,7 +66,7 @@ async def _read_body(request: Request, limit: int, hold: Hold) -> bytes:
         if size > expected:
             hold.take(len(chunk))
         chunks.append(chunk)
-    return b"".join(chunks)
+    return chunks
 
 
 def _too_large(size: str, limit: int) -> EpdError:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
 
-from epd.errors import EpdError, ErrorKind, invalid
+from epd.errors import EpdError, invalid
 from epd.text.messages import ChatMessage, ImagePart, ImageSize, TextPart, Tool
-from epd.text.words import TextTokenizer
+from epd.text.words import TextTokenizer, check_could_fit
 
 if TYPE_CHECKING:
     from epd.models.processor import Processor
@@ -120,7 +120,7 @@ class PromptBuilder:
             *(text for t in tools for text in (t.description, t.parameters)),
         ]
         if max_tokens is not None:
-            self._check_length(texts, max_tokens)
+            check_could_fit(texts, max_tokens, self._longest_token, "messages")
         marks = _Marks.unused_in([*texts, self._template])
         rendered = self._render(messages, marks, tools)
         if self._count_placeholders(rendered, marks) != len(sizes):
@@ -143,7 +143,7 @@ class PromptBuilder:
             EpdError: it can't fit `max_tokens`.
         """
         if max_tokens is not None:
-            self._check_length([text], max_tokens, "prompt")
+            check_could_fit([text], max_tokens, self._longest_token, "prompt")
         marks = _Marks.unused_in([text])
         ids = self._tokenise(self._mark(text, marks), marks, [], max_tokens, "prompt")
         return PromptPlan(tuple(ids), ())
@@ -154,15 +154,6 @@ class PromptBuilder:
         except EpdError as error:
             error.param = error.param or size.param or None
             raise
-
-    def _check_length(self, texts: Iterable[str], max_tokens: int, param: str = "messages") -> None:
-        size = sum(len(text.encode("utf-8", "replace")) for text in texts)
-        if size > max_tokens * self._longest_token:
-            raise EpdError(
-                ErrorKind.CONTEXT_LENGTH_EXCEEDED,
-                f"the text of {size} bytes can't fit a context of {max_tokens} tokens",
-                param=param,
-            )
 
     # --- rendering -----------------------------------------------------------------
 

@@ -7,7 +7,7 @@ than there is room for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from epd.errors import EpdError, ErrorKind, invalid
@@ -93,6 +93,18 @@ class TextTokenizer:
         framed: list[int] = self._tokenizer("a", add_special_tokens=True).input_ids
         start = next(at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
         return framed[:start], framed[start + len(bare) :]
+
+
+def check_could_fit(texts: Iterable[str], max_tokens: int, longest_token: int, param: str) -> None:
+    """Raises EpdError: all tokens could be as long as the vocabulary's longest, and there
+    would still be too many."""
+    size = sum(len(text.encode("utf-8", "replace")) for text in texts)
+    if size > max_tokens * longest_token:
+        raise EpdError(
+            ErrorKind.CONTEXT_LENGTH_EXCEEDED,
+            f"the text of {size} bytes can't fit a context of {max_tokens} tokens",
+            param=param,
+        )
 
 
 def _model_ids(backend: Any, text: str) -> list[int]:
