@@ -26,6 +26,8 @@ from gateway.fetch.urls import Target, follow, parse, refuse
 
 _log = logging.getLogger(__name__)
 _CHUNK = 64 << 10
+_MOST_HEADERS, _MOST_LINE = 128, 8190
+"""Lines of an answer's head, and of its trailers; bytes of each."""
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 # Pictures are compressed already; a body that could unfold to any size is never read.
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "epd"}
@@ -175,6 +177,9 @@ def _session(target: Target, addresses: list[Address]) -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(total=None),  # the deadline is the whole fetch's
         trust_env=False,
         auto_decompress=False,
+        max_headers=_MOST_HEADERS,
+        max_line_size=_MOST_LINE,
+        max_field_size=_MOST_LINE,
     )
 
 

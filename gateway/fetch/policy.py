@@ -12,6 +12,9 @@ from epd.config import FetchConfig
 from gateway.fetch.addresses import Address, is_public
 from gateway.fetch.urls import Target, refuse
 
+_LOOK_UPS = 4
+"""For each fetch: it asks each server twice, 5 s each time, and two or three are usual."""
+
 
 class Policy:
     """The configured rules, and the resolver under them."""
@@ -19,8 +22,9 @@ class Policy:
     def __init__(self, config: FetchConfig) -> None:
         self._config = config
         self._allowed = frozenset(name.lower() for name in config.hosts)
-        # Own threads: a name server that is slow must not hold up other work.
-        self._threads = ThreadPoolExecutor(config.concurrency, "resolve")
+        # Own threads: a name server that is slow must not hold up other work. More than there
+        # are fetches: the system's resolver goes on for a while when nobody waits any more.
+        self._threads = ThreadPoolExecutor(_LOOK_UPS * config.concurrency, "resolve")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -13,7 +13,7 @@ _HOLD_S = 30.0
 class Site:
     """``answers[path]``: raw bytes; a path in `hold` is never ended, one in `drip` trickles."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self.answers: dict[str, bytes] = {}
         self.hold: set[str] = set()
         self.drip: set[str] = set()
@@ -32,7 +32,7 @@ class Site:
             daemon_threads = True
             request_queue_size = 128
 
-        self._server = Server(("127.0.0.1", 0), Handler)
+        self._server = Server((host, port), Handler)
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import pytest
 
 from epd.config import FetchConfig
@@ -24,6 +25,8 @@ class Site:
 
     answers: dict[str, bytes] = field(default_factory=dict)
     hold: set[str] = field(default_factory=set)
+    on: dict[str, bytes] = field(default_factory=dict)
+    """Said again and again after the answer, as fast as it is taken."""
     requests: list[bytes] = field(default_factory=list)
     connections: int = 0
     port: int = 0
@@ -39,6 +42,9 @@ class Site:
             self.requests.append(head)
             path = head.split()[1].decode()
             writer.write(self.answers.get(path, b"HTTP/1.1 404 Not Found\r\n\r\n"))
+            while path in self.on:
+                writer.write(self.on[path])
+                await writer.drain()
             if path in self.hold:
                 await reader.read()  # until the client leaves
             await writer.drain()
@@ -209,6 +215,7 @@ async def test_each_redirect_is_checked(site: Site, fetch: Fetch) -> None:
     assert other.connections == 0
 
 
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 TROUBLE = {
     "403": (b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n", "status 403"),
     "404 with HTML": (b"HTTP/1.1 404 X\r\ncontent-length: 6\r\n\r\n<html>", "status 404"),
@@ -224,6 +231,15 @@ TROUBLE = {
     "two lengths": (ok(b"abc", content_length="3\r\ncontent-length: 4"), "proper HTTP"),
     "negative length": (ok(b"abc", content_length="-1"), "proper HTTP"),
     "huge header": (ok(b"abc", x="a" * 100_000), "proper HTTP"),
+    "many headers": (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 200 + b"\r\n", "proper HTTP"),
+    "nothing to say": (b"HTTP/1.1 204 X\r\n\r\n", "status 204"),
+    "many trailers": (CHUNKED + b"1\r\nx\r\n0\r\n" + b"x: y\r\n" * 200 + b"\r\n", "proper HTTP"),
+    "a chunk of no size": (CHUNKED + b"x\r\n", "proper HTTP"),
+    "a coding on the way": (ok(b"\x1f\x8b", transfer_encoding="gzip, chunked"), ""),
+    "length and chunks": (
+        ok(b"1\r\nx\r\n0\r\n\r\n", content_length="1", transfer_encoding="chunked"),
+        "",
+    ),
 }
 
 
@@ -260,6 +276,30 @@ async def test_the_cap_holds_while_reading(site: Site, fetch: Fetch, chunked: bo
     site.hold.add("/big")
     call = fetch(site.url("/big"), max_bytes=100_000)
     await refused(call, "more than 100000 bytes", "image_too_large")
+
+
+ENDLESS = {
+    "headers": (b"HTTP/1.1 200 OK\r\n", b"x: y\r\n"),
+    "one header": (b"HTTP/1.1 200 OK\r\nx: ", b"y" * 4096),
+    "a first line": (b"HTTP/1.1 200 ", b"y" * 4096),
+    "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100),
+    "early hints": (b"", b"HTTP/1.1 103 Early Hints\r\nlink: <a>\r\n\r\n" * 100),
+    "empty lines": (b"", b"\r\n" * 1000),
+    "trailers": (CHUNKED + b"1\r\nx\r\n0\r\n", b"x: y\r\n"),
+    "the name of a chunk": (CHUNKED + b"1;", b"x" * 4096),
+    "the size of a chunk": (CHUNKED, b"0" * 4096),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+async def test_what_has_no_end_ends(site: Site, fetch: Fetch, name: str) -> None:
+    """By a bound or by the deadline, in little memory."""
+    site.answers["/on"], site.on["/on"] = ENDLESS[name]
+    before = psutil.Process().memory_info().rss
+    with soon(30, instead_of="the server"):
+        await refused(fetch(site.url("/on"), total_s=1), "the image")
+    assert psutil.Process().memory_info().rss - before < 32 << 20
+    await until(lambda: not site.open_now)
 
 
 async def test_one_deadline_for_everything(site: Site, fetch: Fetch) -> None:
