@@ -29,6 +29,9 @@ from gateway.schema import ChatCall
 
 MEMORY_MIB = 1024
 """For one body: its text, its values, its pictures."""
+_NO_PROMPTS = {Form.DETOKENIZE: "tokens", Form.GRPC_DETOKENIZE: "ids"}
+"""Forms whose ids are no prompt, and what they are called."""
+_PROMPTS = {Form.GRPC_COMPLETE: "ids.ids"}
 _CALL: TypeAdapter[ChatCall] = TypeAdapter(ChatCall)
 
 
@@ -74,10 +77,10 @@ def check_ids(form: Form, count: int, most: int) -> None:
     """Raises EpdError: more ids than the context holds; a list of each is long to make."""
     if count <= most:
         return
-    if form is Form.DETOKENIZE:
-        raise invalid(f"tokens: {count} ids, the context holds {most}", "tokens")
+    if (name := _NO_PROMPTS.get(form)) is not None:
+        raise invalid(f"{name}: {count} ids, the context holds {most}", name)
     reason = f"the context holds {most} tokens, the prompt has {count}"
-    raise EpdError(ErrorKind.CONTEXT_LENGTH_EXCEEDED, reason, param="prompt")
+    raise EpdError(ErrorKind.CONTEXT_LENGTH_EXCEEDED, reason, param=_PROMPTS.get(form, "prompt"))
 
 
 def _texts(call: ChatCall) -> Iterable[str]:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from epd.errors import EpdError, ErrorKind, invalid
+from epd.errors import EpdError, ErrorKind
 from epd.rpc import convert
 from epd.text.output import TextToken
 from gateway import grpc_ids
 from gateway.access import Access
 from gateway.chat import Answer, ChatService, Part
 from gateway.grpc_receipt import authorization
-from gateway.grpc_request import chat_call, completion_call, tokenize_call
+from gateway.grpc_request import (
+    Checked,
+    chat_call,
+    completion_call,
+    detokenize_call,
+    tokenize_call,
+)
 from gateway.outcomes import beginning
 from gateway.schema import ChatCall
 from gateway.tokens import check_count
@@ -24,7 +30,7 @@ from protos.epd.v1 import gateway_pb2 as pb
 from protos.epd.v1 import gateway_pb2_grpc as pb_grpc
 
 SERVICE = "epd.v1.Gateway"
-_Request = pb.ChatRequest | pb.CompletionRequest
+_Request = pb.ChatRequest | pb.CompletionRequest | Checked
 
 
 class GatewayService(pb_grpc.GatewayServicer):
@@ -38,15 +44,25 @@ class GatewayService(pb_grpc.GatewayServicer):
         self._vocab_size = vocab_size
         self._fingerprint = fingerprint
 
-    async def Chat(self, request: pb.ChatRequest, context: Any) -> None:  # type: ignore[override]
-        await self._answer(request, context, partial(chat_call, request))
+    async def Chat(  # type: ignore[override]
+        self, request: pb.ChatRequest | Checked, context: Any
+    ) -> None:
+        await self._answer(request, context, partial(self._call, chat_call, request))
 
     async def Complete(  # type: ignore[override]
-        self, request: pb.CompletionRequest, context: Any
+        self, request: pb.CompletionRequest | Checked, context: Any
     ) -> None:
-        await self._answer(request, context, partial(completion_call, request))
+        await self._answer(request, context, partial(self._call, completion_call, request))
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+    def _call(self, read: Callable[..., ChatCall], request: Any) -> ChatCall:
+        """Raises EpdError for what is wrong with the request."""
+        if isinstance(request, Checked):
+            return request.call
+        return read(request, self._service.config.limits, self._vocab_size)
+
+    async def Tokenize(
+        self, request: pb.TokenizeRequest | Checked, context: Any
+    ) -> pb.TokenizeResponse:
         service = self._service
         with (
             self._access.admit(authorization(context)) as caller,
@@ -54,7 +70,7 @@ class GatewayService(pb_grpc.GatewayServicer):
             service.budget.hold(caller.salt) as hold,
         ):
             hold.take(request.ByteSize())
-            call = tokenize_call(request, service.config.limits, self._vocab_size)
+            call = self._call(tokenize_call, request)
             service.check_model(call.model)
             planned = await service.plan(call, grpc_ids.request_id(), hold)
         return pb.TokenizeResponse(
@@ -64,12 +80,13 @@ class GatewayService(pb_grpc.GatewayServicer):
         )
 
     async def Detokenize(
-        self, request: pb.DetokenizeRequest, context: Any
+        self, request: pb.DetokenizeRequest | Checked, context: Any
     ) -> pb.DetokenizeResponse:
         with self._access.admit(authorization(context)):
-            check_count(len(request.ids), self._service.preparer.max_context, "ids")
-            _check_ids(request.ids, self._vocab_size)
-            text = self._service.tokenizer.decode(list(request.ids), skip_special_tokens=False)
+            ids = self._call(detokenize_call, request).prompt
+            assert isinstance(ids, tuple)
+            check_count(len(ids), self._service.preparer.max_context, "ids")
+            text = self._service.tokenizer.decode(list(ids), skip_special_tokens=False)
         return pb.DetokenizeResponse(text=text)
 
     async def ListModels(
@@ -84,7 +101,7 @@ class GatewayService(pb_grpc.GatewayServicer):
         )
         return pb.ListModelsResponse(models=[model])
 
-    async def _answer(self, request: _Request, context: Any, read: Callable[..., ChatCall]) -> None:
+    async def _answer(self, request: _Request, context: Any, read: Callable[[], ChatCall]) -> None:
         with ExitStack() as admitted:
             with beginning():
                 caller = admitted.enter_context(self._access.admit(authorization(context)))
@@ -101,7 +118,7 @@ class GatewayService(pb_grpc.GatewayServicer):
     async def _open(
         self,
         request: _Request,
-        read: Callable[..., ChatCall],
+        read: Callable[[], ChatCall],
         salt: bytes,
         left_s: float | None,
     ) -> Answer:
@@ -109,7 +126,7 @@ class GatewayService(pb_grpc.GatewayServicer):
         with service.budget.hold(salt) as hold:
             with beginning():
                 hold.take(request.ByteSize())
-                call = replace(read(service.config.limits, self._vocab_size), salt=salt)
+                call = replace(read(), salt=salt)
             answer = await service.open(call, grpc_ids.request_id(), hold, left_s)
             hold.keep()
         return answer
@@ -158,14 +175,6 @@ class GatewayService(pb_grpc.GatewayServicer):
         except TimeoutError:
             reason = f"the client took nothing of its answer for {within_s:g} s"
             raise EpdError(ErrorKind.CANCELLED, reason) from None
-
-
-def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    if not ids:
-        raise invalid("ids: at least one", "ids")
-    for at, index in enumerate(ids):
-        if index >= vocab_size:
-            raise invalid(f"ids[{at}]: must be an id from 0 to {vocab_size - 1}", f"ids[{at}]")
 
 
 def _accepted(answer: Answer) -> pb.ChatEvent:

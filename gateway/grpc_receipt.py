@@ -11,6 +11,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import grpc
@@ -22,9 +23,15 @@ from epd.errors import EpdError, ErrorKind, invalid
 from epd.rpc.handlers import Behaviour, behaviour_of, is_ours, with_behaviour
 from epd.rpc.status import to_status
 from gateway.access import Access
-from gateway.grpc_wire import bounded
+from gateway.bodies import LIGHT_BYTES, LIGHT_VALUES, BodyReader
+from gateway.budget import Budget
+from gateway.forms import Form, no_message
+from gateway.grpc_request import Checked
+from gateway.grpc_wire import descriptor_of, is_light
 from gateway.outcomes import beginning
 
+_Message = Callable[[Any], Awaitable[Any]]
+_FORMS = frozenset(map(str, Form))
 _ANSWERS = frozenset({"/epd.v1.Gateway/Chat", "/epd.v1.Gateway/Complete"})
 """Calls of these are counted by how they end (`gateway.outcomes`)."""
 _PROMPT_S = 5.0
@@ -48,8 +55,10 @@ def options(config: Config) -> list[tuple[str, int]]:
 class Receipt(grpc.aio.ServerInterceptor):
     """Reads the message of every unary request itself; of ours, after the key was checked."""
 
-    def __init__(self, config: Config, access: Access) -> None:
+    def __init__(self, config: Config, access: Access, bodies: BodyReader, budget: Budget) -> None:
         self._access = access
+        self._bodies = bodies
+        self._budget = budget
         self._within_s = config.gateway.body_s
         limits = config.limits
         self._most = max(1, (limits.max_inflight_mib << 20) // limits.max_body_bytes)
@@ -64,22 +73,23 @@ class Receipt(grpc.aio.ServerInterceptor):
         if handler is None or handler.request_streaming:
             return handler
         wrap = self._streaming if handler.response_streaming else self._single
-        read = wrap(behaviour_of(handler), handler_call_details.method)
+        method, parse = handler_call_details.method, handler.request_deserializer
+        read = wrap(behaviour_of(handler), partial(self._message, method, parse))
         made = with_behaviour(handler, read, request_streaming=True)
         if not is_ours(handler_call_details.method):
             return made
-        return made._replace(request_deserializer=bounded(handler.request_deserializer))
+        return made._replace(request_deserializer=None)  # bytes, as they came
 
-    def _single(self, behaviour: Behaviour, method: str) -> Behaviour:
+    def _single(self, behaviour: Behaviour, message: _Message) -> Behaviour:
         async def handle(_: AsyncIterator[Any], context: Any) -> Any:
-            result = behaviour(await self._message(context, method), context)
+            result = behaviour(await message(context), context)
             return await result if inspect.isawaitable(result) else result
 
         return handle
 
-    def _streaming(self, behaviour: Behaviour, method: str) -> Behaviour:
+    def _streaming(self, behaviour: Behaviour, message: _Message) -> Behaviour:
         async def handle(_: AsyncIterator[Any], context: Any) -> None:
-            result = behaviour(await self._message(context, method), context)
+            result = behaviour(await message(context), context)
             if not inspect.isasyncgen(result):
                 await result
                 return
@@ -89,8 +99,8 @@ class Receipt(grpc.aio.ServerInterceptor):
 
         return handle
 
-    async def _message(self, context: Any, method: str) -> Any:
-        """The request.
+    async def _message(self, method: str, parse: Callable[[bytes], Any], context: Any) -> Any:
+        """The request: a message, or of ours `Checked` where it was a heavy one.
 
         Raises:
             EpdError: of one of our methods; others are aborted with the same status.
@@ -100,7 +110,8 @@ class Receipt(grpc.aio.ServerInterceptor):
             with beginning() if method in _ANSWERS else nullcontext():
                 if ours:
                     self._access.identify(authorization(context))
-                return await self._read(context)
+                found = await self._read(context)
+                return await self._parsed(method, parse, found) if ours else found
         except EpdError as error:
             if ours:
                 raise
@@ -121,11 +132,26 @@ class Receipt(grpc.aio.ServerInterceptor):
             reading.cancel()
         try:
             message = reading.result()
-        except DecodeError:
-            raise invalid("the message is not one of this method's") from None
+        except DecodeError:  # of another's method: ours come as bytes
+            raise no_message() from None
         if message is grpc.aio.EOF:
             raise invalid("there is no message")
         return message
+
+    async def _parsed(self, method: str, parse: Callable[[bytes], Any], data: bytes) -> Any:
+        kind = descriptor_of(parse)
+        if len(data) <= LIGHT_BYTES and is_light(data, kind, LIGHT_VALUES):
+            try:
+                return parse(data)
+            except DecodeError:
+                raise no_message() from None
+        if method not in _FORMS:
+            reason = f"the message has {len(data)} bytes, too many for this method"
+            raise EpdError(ErrorKind.REQUEST_TOO_LARGE, reason)
+        with self._budget.hold() as hold:
+            hold.take(len(data))
+            call = await self._bodies.read_apart(Form(method), (data,))
+        return Checked(call, len(data))
 
     @contextmanager
     def _slot(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import orjson
@@ -16,7 +16,7 @@ from epd.config import LimitsConfig
 from epd.errors import EpdError, invalid, too_many
 from epd.jobs import SamplingParams
 from epd.text.messages import ChatMessage, ImagePart, TextPart, ToolCall
-from gateway.completions import DEFAULT_MAX_TOKENS, read_prompt
+from gateway.completions import DEFAULT_MAX_TOKENS, read_ids, read_prompt
 from gateway.content import Conversation, ImageSource, Reading, check_arguments, conversation
 from gateway.fields import Fields
 from gateway.schema import MOST_IDS, ChatCall, Generation, read_generation, with_tools
@@ -52,6 +52,19 @@ _MODES = {
     pb.TOOL_CHOICE_MODE_REQUIRED: "required",
 }
 _FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.function(\.name$)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Stands for a message that another process has read (`gateway.bodies`)."""
+
+    call: ChatCall
+    nbytes: int
+    client_request_id: str = ""
+    """Unknown: it is told in the metadata, or not at all."""
+
+    def ByteSize(self) -> int:
+        return self.nbytes
 
 
 def chat_call(request: pb.ChatRequest, limits: LimitsConfig, vocab_size: int) -> ChatCall:
@@ -94,6 +107,19 @@ def tokenize_call(request: pb.TokenizeRequest, limits: LimitsConfig, vocab_size:
         raise invalid("text: can't be used together with messages or tools", "text")
     prompt = read_prompt(Fields({"text": request.text}, ""), "text", vocab_size)
     return ChatCall(request.model, Conversation((), ()), generation, prompt=prompt)
+
+
+def detokenize_call(
+    request: pb.DetokenizeRequest, limits: LimitsConfig, vocab_size: int
+) -> ChatCall:
+    """Raises EpdError naming the field as the proto calls it."""
+    if len(request.ids) > MOST_IDS:
+        raise too_many("ids", len(request.ids), MOST_IDS, "ids")
+    if not request.ids:
+        raise invalid("ids: at least one", "ids")
+    ids = read_ids(Fields({}, ""), "ids", list(request.ids), vocab_size)
+    generation = Generation(SamplingParams(), 1, None, ())
+    return ChatCall("", Conversation((), ()), generation, prompt=ids)
 
 
 def _generation(options: pb.GenerationOptions, limits: LimitsConfig, vocab_size: int) -> Generation:

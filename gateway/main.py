@@ -131,12 +131,13 @@ class Gateway:
         membership_pb2_grpc.add_MembershipServicer_to_server(
             MembershipService(self.registry, config.gateway), self._membership.grpc
         )
+        receipt = grpc_receipt.Receipt(config, access, self._bodies, self.service.budget)
         self._public = Server(
             STAGE,
             [SERVICE],
             config.rpc,
             max_message_bytes=config.limits.max_body_bytes,
-            interceptors=[AccessLog(access), grpc_receipt.Receipt(config, access)],
+            interceptors=[AccessLog(access), receipt],
             options=grpc_receipt.options(config),
             count_streams=False,
         )

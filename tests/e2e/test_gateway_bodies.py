@@ -9,16 +9,22 @@ import os
 import signal
 from typing import Any
 
+import grpc
+import grpc.aio
 import psutil
 import pytest
 
-from gateway.main import Loaded
+from epd.client import user
+from gateway.checkpoint import Loaded
+from protos.epd.v1 import gateway_pb2 as pb
+from protos.epd.v1 import gateway_pb2_grpc
 from tests.e2e.gateway_house import CHAT, House, body, raw
 from tests.e2e.http_client import Connection
 from tests.e2e.test_gateway_bounds import opened
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
-MANY = {"metadata": {str(at): [] for at in range(5000)}}
+NO_LIMIT = [("grpc.max_send_message_length", -1)]
+MANY: dict[str, Any] = {"metadata": {str(at): [] for at in range(5000)}}
 """Fields of a request that is not read at once, and is a request like any other."""
 
 
@@ -118,3 +124,74 @@ async def test_lists_in_lists_by_the_million_are_not_parsed(loaded: Loaded) -> N
         status, found = await ask(house, data)
         assert (status, found["error"]["code"]) == (400, "invalid_request")
         assert "more than 1000000 values" in found["error"]["message"]
+
+
+# --- gRPC ------------------------------------------------------------------------------------
+
+
+def heavy_message(**fields: Any) -> pb.ChatRequest:
+    """More than is read at once, and a request like any other."""
+    options = pb.GenerationOptions(max_tokens=4, temperature=0, stop_token_ids=[900] * 4096)
+    return pb.ChatRequest(messages=[user("what is it?")], options=options, **fields)
+
+
+async def chat(house: House, request: pb.ChatRequest) -> list[pb.ChatEvent]:
+    async with grpc.aio.insecure_channel(house.grpc, options=NO_LIMIT) as channel:
+        call = gateway_pb2_grpc.GatewayStub(channel).Chat(request, timeout=LIMIT_S)
+        return [event async for event in call]
+
+
+async def test_while_a_heavy_message_is_read_others_are_served(loaded: Loaded) -> None:
+    async with opened(loaded) as house:
+        assert (await chat(house, heavy_message()))[-1].HasField("finished")
+        stopped = readers()
+        assert stopped
+        for process in stopped:
+            process.send_signal(signal.SIGSTOP)
+        waiting = asyncio.create_task(chat(house, heavy_message()))
+        await until(lambda: house.gateway.service.budget.used)
+        for _ in range(3):
+            assert await chat(house, pb.ChatRequest(messages=[user("Hello")]))
+        assert not waiting.done()
+        for process in stopped:
+            process.send_signal(signal.SIGCONT)
+        assert (await waiting)[-1].HasField("finished")
+
+
+async def test_a_large_picture_is_a_picture_over_grpc(loaded: Loaded) -> None:
+    part = body(images=1)["messages"][0]["content"][0]["image_url"]["url"]
+    file = base64.b64decode(part.partition(",")[2]) + os.urandom(1 << 20)
+    async with opened(loaded, {"max_body_bytes": 4 << 20}) as house:
+        events = await chat(house, pb.ChatRequest(messages=[user(file, "what is it?")]))
+        assert events[0].accepted.image_tokens
+        assert readers()
+
+
+@pytest.mark.parametrize(
+    ("method", "data", "words"),
+    [
+        ("Chat", b"\x0a\x00" * 100_000, "at most 65536 are allowed"),
+        ("Chat", b"\xff" * (1 << 21), "not one of this method's"),
+        (
+            "Complete",
+            pb.CompletionRequest(ids=pb.TokenIds(ids=[1] * 90_000)).SerializeToString(),
+            "the prompt has 90000",
+        ),
+        ("Tokenize", pb.TokenizeRequest(text="a" * (1 << 21)).SerializeToString(), "can't fit"),
+        ("Detokenize", pb.DetokenizeRequest(ids=[1] * 9000).SerializeToString(), "9000 ids"),
+        ("ListModels", b"\xa2\x06\x00" * 9000, "too many for this method"),
+    ],
+)
+async def test_faults_of_heavy_messages_are_named(
+    loaded: Loaded, method: str, data: bytes, words: str
+) -> None:
+    async with (
+        opened(loaded, {"max_body_bytes": 4 << 20}) as house,
+        grpc.aio.insecure_channel(house.grpc, options=NO_LIMIT) as channel,
+    ):
+        call: Any = channel.stream_stream(f"/epd.v1.Gateway/{method}")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call(iter([data]), timeout=LIMIT_S):
+                pass
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert words in (caught.value.details() or "")

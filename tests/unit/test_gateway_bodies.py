@@ -9,12 +9,14 @@ from typing import Any
 import orjson
 import pytest
 
+from epd.client import user
 from epd.config import LimitsConfig
 from epd.errors import EpdError, ErrorKind
 from gateway.bodies import LIGHT_BYTES, LIGHT_VALUES, is_light
 from gateway.body_process import Room, check_room, load, unpacked
 from gateway.forms import Form, parse
 from gateway.schema import ChatCall, count_values
+from protos.epd.v1 import gateway_pb2 as pb
 
 LIMITS, VOCAB = LimitsConfig(), 1000
 ROOM = Room(context=2000, longest_token=10)
@@ -50,6 +52,11 @@ CALLED = [
 DEEP: Any = {"a": 1}
 for _ in range(120):
     DEEP = {"a": [DEEP]} if _ % 2 else {"b": DEEP, "c": None, "d": 1.5}
+MESSAGE = pb.ChatRequest(
+    model="m",
+    messages=[user("Hello", "there")],
+    options=pb.GenerationOptions(temperature=0.3, logit_bias={5: 0.5}, seed=3, json_object=True),
+)
 BODIES: list[tuple[Form, bytes]] = [
     (Form.CHAT, chat()),
     (Form.CHAT, chat(messages=CALLED, tools=[TOOL], tool_choice="required", n=3, stream=True)),
@@ -61,6 +68,10 @@ BODIES: list[tuple[Form, bytes]] = [
     (Form.COMPLETION, orjson.dumps({"model": "m", "prompt": "1"})),
     (Form.TOKENIZE, orjson.dumps({"messages": CALLED, "tools": [TOOL]})),
     (Form.DETOKENIZE, orjson.dumps({"tokens": [0, 999]})),
+    (Form.GRPC_CHAT, MESSAGE.SerializeToString()),
+    (Form.GRPC_COMPLETE, pb.CompletionRequest(ids=pb.TokenIds(ids=[1, 2])).SerializeToString()),
+    (Form.GRPC_TOKENIZE, pb.TokenizeRequest(text="a").SerializeToString()),
+    (Form.GRPC_DETOKENIZE, pb.DetokenizeRequest(ids=[1]).SerializeToString()),
     (
         Form.RESPONSE,
         orjson.dumps(

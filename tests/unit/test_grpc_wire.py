@@ -45,3 +45,26 @@ def test_packed_ids_are_one_value() -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_are_counted_or_left_to_the_parser(data: bytes) -> None:
     grpc_wire.check(data, pb.ChatRequest.DESCRIPTOR)
+
+
+LIGHT = {
+    "a question": pb.ChatRequest(messages=[pb.Message(parts=[pb.ContentPart(text="Hello")])]),
+    "a picture": pb.ChatRequest(messages=[pb.Message(parts=[pb.ContentPart(image=b"[," * 9000)])]),
+}
+HEAVY = {
+    "many parts": pb.ChatRequest(messages=[pb.Message(parts=[pb.ContentPart()] * 101)]),
+    "many ids": pb.CompletionRequest(ids=pb.TokenIds(ids=[7] * 101)),
+    "JSON": pb.ChatRequest(tools=[pb.Tool(name="f", parameters="[" * 101)]),
+}
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_what_is_read_at_once(name: str) -> None:
+    message = LIGHT[name]
+    assert grpc_wire.is_light(message.SerializeToString(), message.DESCRIPTOR, 100)
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_what_is_not(name: str) -> None:
+    message = HEAVY[name]
+    assert not grpc_wire.is_light(message.SerializeToString(), message.DESCRIPTOR, 100)
