@@ -18,7 +18,7 @@ from epd.jobs import Stage
 from gateway.app import counts
 from gateway.checkpoint import Loaded, load
 from gateway.main import Gateway
-from tests.e2e.fake_stages import Fake, Script, hello_of
+from tests.e2e.fake_stages import Call, Fake, Script, hello_of
 from tests.e2e.http_client import Reply, post
 from tests.waiting import until
 
@@ -127,6 +127,20 @@ async def house(empty: House) -> House:
     for stage in Stage:
         await empty.add(stage)
     return empty
+
+
+def long_answer(house: House, tokens: int = 60_000) -> list[int]:
+    """Let decode make megabytes of an answer; how many tokens it has made so far."""
+    house.script.output = [400 + i % 50 for i in range(tokens)]
+    house.script.tokens_per_message = 32
+    house.script.alternatives = 20
+    made = [0]
+
+    async def count(call: Call) -> None:
+        made[0] = call.token
+
+    house.script.hooks["decode.token"] = count
+    return made
 
 
 def picture(colour: str = "red", size: tuple[int, int] = (64, 48)) -> dict[str, Any]:

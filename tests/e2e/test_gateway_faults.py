@@ -14,7 +14,7 @@ from gateway import pipeline
 from gateway.main import Loaded
 from protos.epd.v1 import common_pb2, decode_pb2
 from tests.e2e.fake_stages import Call, fail, hang
-from tests.e2e.gateway_house import CHAT, House, config, raw
+from tests.e2e.gateway_house import CHAT, House, config, long_answer, raw
 from tests.e2e.http_client import Connection, get
 from tests.e2e.test_gateway_bounds import opened
 from tests.waiting import LIMIT_S, soon, until
@@ -390,15 +390,7 @@ async def test_repeated_tokens_are_dropped(house: House) -> None:
 
 async def test_a_slow_client_holds_decode_back(house: House) -> None:
     """Buffers are bounded: decode can't run far ahead of a client that doesn't read."""
-    house.script.output = [400 + i % 50 for i in range(60_000)]
-    house.script.tokens_per_message = 32
-    house.script.alternatives = 20
-    made = [0]
-
-    async def count(call: Call) -> None:
-        made[0] = call.token
-
-    house.script.hooks["decode.token"] = count
+    made = long_answer(house)
     request = raw(stream=True, logprobs=True, top_logprobs=20, max_tokens=900)
     connection = await Connection.send(house.http, "POST", CHAT, request, buffer=1 << 10)
     await connection.head()

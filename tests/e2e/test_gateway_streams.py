@@ -13,7 +13,7 @@ from epd.errors import ErrorKind
 from epd.jobs import Stage
 from gateway.main import Loaded
 from tests.e2e.fake_stages import Call, fail
-from tests.e2e.gateway_house import CHAT, raw
+from tests.e2e.gateway_house import CHAT, long_answer, raw
 from tests.e2e.http_client import Connection
 from tests.e2e.test_gateway_bounds import POST, opened, server
 from tests.waiting import LIMIT_S, promised, soon, until
@@ -80,15 +80,7 @@ async def test_a_stream_that_begins_late_begins_with_pings(
 async def test_a_reader_that_never_reads_is_cut_off(loaded: Loaded) -> None:
     """Memory is bounded, decode is held back, and its place is free in the end."""
     async with opened(loaded, slow_reader_s=1.0) as house:
-        house.script.output = [400 + i % 50 for i in range(60_000)]
-        house.script.tokens_per_message = 32
-        house.script.alternatives = 20
-        made = [0]
-
-        async def count(call: Call) -> None:
-            made[0] = call.token
-
-        house.script.hooks["decode.token"] = count
+        made = long_answer(house)
         peer = socket.create_connection(house.http.split(":"), 5)
         asked = raw(stream=True, logprobs=True, top_logprobs=20, max_tokens=900)
         peer.sendall(POST + b"content-length: %d\r\n\r\n" % len(asked) + asked)
