@@ -1,6 +1,6 @@
 """What one request can hold up everybody by.
 
-    python -m bench.gateway.stalls [--only WORD]
+    python -m bench.gateway.stalls [--only PATTERN]
 
 Bodies as large and as odd as may be are sent to a real gateway process over a scripted engine.
 Meanwhile /health is asked every two milliseconds: its longest answer is about the longest time
@@ -14,6 +14,7 @@ import argparse
 import base64
 import http.client
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -171,7 +172,7 @@ def main() -> None:
             *((name, lambda m=made: _calling(found["grpc"], m())) for name, made in CALLS.items()),
         ]
         for name, prepare in cases:
-            if only in name:
+            if re.search(only, name):
                 longest, took, status = measure(found["http"], prepare())
                 most = server.memory_info().rss >> 20
                 said = f"{longest * 1e3:7.1f} | {took * 1e3:7.1f} | {status:>6} | {most} | {name}"
