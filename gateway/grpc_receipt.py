@@ -108,10 +108,10 @@ class Receipt(grpc.aio.ServerInterceptor):
         ours = is_ours(method)
         try:
             with beginning() if method in _ANSWERS else nullcontext():
-                if ours:
-                    self._access.identify(authorization(context))
-                found = await self._read(context)
-                return await self._parsed(method, parse, found) if ours else found
+                if not ours:
+                    return await self._read(context)
+                salt = self._access.identify(authorization(context)).salt
+                return await self._parsed(method, parse, await self._read(context), salt)
         except EpdError as error:
             if ours:
                 raise
@@ -138,7 +138,9 @@ class Receipt(grpc.aio.ServerInterceptor):
             raise invalid("there is no message")
         return message
 
-    async def _parsed(self, method: str, parse: Callable[[bytes], Any], data: bytes) -> Any:
+    async def _parsed(
+        self, method: str, parse: Callable[[bytes], Any], data: bytes, salt: bytes
+    ) -> Any:
         kind = descriptor_of(parse)
         if len(data) <= LIGHT_BYTES and is_light(data, kind, LIGHT_VALUES):
             try:
@@ -148,7 +150,7 @@ class Receipt(grpc.aio.ServerInterceptor):
         if method not in _FORMS:
             reason = f"the message has {len(data)} bytes, too many for this method"
             raise EpdError(ErrorKind.REQUEST_TOO_LARGE, reason)
-        with self._budget.hold() as hold:
+        with self._budget.hold(salt) as hold:
             hold.take(len(data))
             call = await self._bodies.read_apart(Form(method), (data,))
         return Checked(call, len(data))
