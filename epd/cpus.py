@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterable
 
@@ -12,6 +13,9 @@ _SPINS = "10000"
 and waking a sleeping thread for each costs more than what many of them compute; between steps
 a thread must not keep a core from the other processes."""
 
+_PAUSE_HARD = 2
+"""omp_pause_hard of omp.h."""
+
 
 def prepare_threads(threads: int) -> None:
     """Tell OpenMP and torch how many threads to use and how these wait. They read it once,
@@ -20,6 +24,18 @@ def prepare_threads(threads: int) -> None:
         os.environ[name] = str(threads)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+
+
+def release_threads() -> None:
+    """End the threads that OpenMP keeps for the calling thread, which will not compute again.
+
+    libgomp counts those of all callers. While they are more than there are cores, nobody's
+    looks before it sleeps, whatever `_SPINS` says: every parallel region of the engine
+    thread would then wake its helpers anew. Nothing without libgomp.
+    """
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
+    if pause is not None:
+        pause(_PAUSE_HARD)
 
 
 def parse_cpus(text: str) -> frozenset[int]:

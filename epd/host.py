@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from epd.config import Config
-from epd.cpus import joined, pin, prepare_threads
+from epd.cpus import joined, pin, prepare_threads, release_threads
 from epd.errors import EpdError, invalid
 from epd.lifetime import die_with_expected_parent
 from epd.preflight import check, gateway_ports, worker_ports
@@ -158,7 +158,9 @@ async def _serve_stages(stages: Sequence[str], config: Config) -> None:
 
     logs.setup(config.log, "+".join(stages))
     shared = Resources(config, [Stage(stage) for stage in stages])
-    await serve_parts(config, [await _builder(stage)(shared) for stage in stages])
+    parts = [await _builder(stage)(shared) for stage in stages]
+    release_threads()  # this thread loaded and packed; from now on the engine thread computes
+    await serve_parts(config, parts)
 
 
 def _builder(stage: str) -> Build:
