@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 LIMIT_S = 60.0
 """Far above what anything here takes: only a failure ever waits so long."""
@@ -54,8 +55,14 @@ async def a_moment(seconds: float = 0.05) -> None:
 
 def promised(seconds: float) -> float:
     """What a time that we promise is on this machine now: as much more as it has fewer cores
-    than processes that want one."""
-    return seconds * min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), 10.0)
+    than processes that want one, at this moment or in the last minute."""
+    wanting = max(os.getloadavg()[0], _running())
+    return seconds * min(max(1.0, wanting / (os.cpu_count() or 1)), 10.0)
+
+
+def _running() -> int:
+    """Threads of this machine that have a core or want one; the average lags behind them."""
+    return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
 
 
 @contextmanager

@@ -45,7 +45,8 @@ def running(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
 
 @pytest.fixture(scope="session")
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Exact numbers, little memory, slow transfers: what runs waits for what waits."""
+    """Exact numbers, little memory, slow transfers and steps: what runs waits for what waits,
+    on quick machines, too."""
     settings = {
         "model.exact": True,
         "kv.block_tokens": 16,
@@ -60,8 +61,9 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "transfer.read_deadline_s": 2,
         "transfer.quarantine_margin_s": 0.2,
     }
-    slow = {"EPD_FAULTS": "transfer.delay=0.03"}
-    environ = {"prefill": slow, "decode": slow}
+    delay = "transfer.delay=0.03"
+    faults = {"prefill": delay, "decode": f"{delay},step.hang=0.001"}
+    environ = {stage: {"EPD_FAULTS": spec} for stage, spec in faults.items()}
     folder = tmp_path_factory.mktemp("crowded")
     cluster = Cluster(folder, settings=settings, environ=environ)
     cluster.start()
