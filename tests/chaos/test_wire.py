@@ -12,6 +12,7 @@ import pytest
 
 from tests.chaos.wire import Wire
 from tests.netns import Node, Unavailable, open_network
+from tests.waiting import LIMIT_S
 
 
 @pytest.fixture
@@ -50,7 +51,6 @@ def echo(wired: tuple[Node, Wire]) -> Iterator[socket.socket]:
         assert process.stdout.readline() == "ready\n"
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as here:
             here.connect((node.address, 9))
-            here.settimeout(2.0)
             ping(here, 1)  # the neighbours find each other
             yield here
     finally:
@@ -58,14 +58,15 @@ def echo(wired: tuple[Node, Wire]) -> Iterator[socket.socket]:
         process.wait()
 
 
-def ping(here: socket.socket, count: int) -> tuple[float, float]:
-    """(share of datagrams that did not come back, shortest round trip in ms)"""
+def ping(here: socket.socket, count: int, silence_s: float = LIMIT_S) -> tuple[float, float]:
+    """(share of datagrams that did not come back before it was silent for so long, shortest
+    round trip in ms)"""
     sent, times = {}, []
     for number in range(count):
         sent[number] = time.monotonic()
         here.send(number.to_bytes(4))
         time.sleep(0.001)
-    here.settimeout(2.0)
+    here.settimeout(silence_s)
     try:
         while len(times) < count:
             number = int.from_bytes(here.recv(100))
@@ -84,7 +85,7 @@ def test_delay_and_loss(wired: tuple[Node, Wire], echo: socket.socket) -> None:
     assert lost == 0
     assert slow_ms >= 60.0 > quick_ms
     wire.set(0.0, 0.2)
-    lost, _ = ping(echo, 300)
+    lost, _ = ping(echo, 300, silence_s=2.0)
     assert 0.2 < lost < 0.55, "0.2 each way is 0.36 of the round trips"
     wire.set(0.0, 0.0)
     assert ping(echo, 50)[0] == 0
