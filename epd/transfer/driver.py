@@ -17,7 +17,7 @@ from itertools import groupby
 from typing import TypeVar
 
 from epd.transfer import metrics
-from epd.transfer.flow import Arrived, Flow, Read
+from epd.transfer.flow import Flow, Read
 from epd.transfer.pieces import Piece
 from epd.transfer.submitter import Native, Result, Submitter
 from epd.transfer.watcher import Ended, Watcher
@@ -54,7 +54,6 @@ class Driver:
         parts: list[Piece],
         owner: object,
         key: Hashable,
-        arrived: Arrived | None = None,
     ) -> None:
         """Move all parts, or raise; then the read may go on, parked (see Engine.read).
 
@@ -66,7 +65,7 @@ class Driver:
         if not parts:
             return
         self._loop = asyncio.get_running_loop()
-        read = Read(name, deque(parts), owner, key, arrived)
+        read = Read(name, deque(parts), owner, key)
         waiter = self._waiters[read] = self._loop.create_future()
         self._flow.add(read)
         self._pump()

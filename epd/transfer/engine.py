@@ -28,7 +28,6 @@ from epd.obs.native import native_stderr
 from epd.transfer import faults, metrics
 from epd.transfer.contract import Peer
 from epd.transfer.driver import Driver, ReadFailed
-from epd.transfer.flow import Arrived
 from epd.transfer.handshake import describe
 from epd.transfer.identity import IDENTITY_BYTES, Identity
 from epd.transfer.pages import OwnPages
@@ -177,7 +176,6 @@ class Engine:
         *,
         kind: str = "kv",
         key: Hashable = None,
-        arrived: Arrived | None = None,
     ) -> ReadStats:
         """Copy `pieces` from the peer's memory into ours. Where the peer is this process
         itself (colocated stages) that is a plain copy, without Mooncake.
@@ -186,8 +184,7 @@ class Engine:
         `owner` stays referenced, and memory that a reference can't pin (blocks of a
         pool) must not be reused before `when_settled(key, ...)` or `drain_reads(key)`
         says so. The whole call is bounded by `deadline_s` and the configured
-        `read_deadline_s`. `kind` labels the metrics. `arrived` is told of each part when
-        its bytes are here: every byte once, if the read succeeds.
+        `read_deadline_s`. `kind` labels the metrics.
 
         Raises:
             EpdError: TRANSFER_FAILED, unreachable, failed or out of time;
@@ -195,16 +192,15 @@ class Engine:
         """
         started = time.monotonic()
         parts = merge(pieces)
-        arrived = faults.flipping(self._faults, arrived)
         try:
             async with asyncio.timeout(min(deadline_s, self._config.read_deadline_s)):
                 await self._inject_before(peer)
                 local = self._native is not None and peer == self.peer
                 if local:
-                    await self._copy(parts, arrived)
+                    await self._copy(parts)
                 else:
                     name = await self._sessions.connect(peer, fingerprint)
-                    await self._run(peer, name, parts, owner, key, arrived)
+                    await self._run(peer, name, parts, owner, key)
         except TimeoutError:
             waited = time.monotonic() - started
             self._sessions.doubt(peer, waited)
@@ -216,6 +212,8 @@ class Engine:
         except asyncio.CancelledError:
             metrics.FAILURES.labels(kind, "cancelled").inc()
             raise
+        if parts and self._faults.fires("transfer.flip"):
+            faults.flip_byte(parts[0].local)
         stats = ReadStats(sum(p.length for p in parts), time.monotonic() - started, len(parts))
         if local:
             metrics.LOCAL_BYTES.labels(kind).inc(stats.nbytes)
@@ -277,18 +275,17 @@ class Engine:
         parts: list[Piece],
         owner: object,
         key: Hashable,
-        arrived: Arrived | None = None,
     ) -> None:
         if self._driver is None:
             raise _failed(peer, "this worker's transfer engine is not running")
         started = time.monotonic()
         try:
-            await self._driver.run(name, parts, owner, key, arrived)
+            await self._driver.run(name, parts, owner, key)
         except ReadFailed as error:
             self._sessions.doubt(peer, time.monotonic() - started)
             raise _failed(peer, str(error)) from None
 
-    async def _copy(self, parts: Sequence[Piece], arrived: Arrived | None) -> None:
+    async def _copy(self, parts: Sequence[Piece]) -> None:
         """From our own registered memory; no copy is under way when this is cancelled."""
         for part in parts:
             if not any(
@@ -300,8 +297,6 @@ class Engine:
                 length = min(_COPY_BYTES, part.length - offset)
                 ctypes.memmove(part.local + offset, part.remote + offset, length)
                 await asyncio.sleep(0)
-            if arrived:
-                arrived(part)
 
     async def _read_page(self, name: str, peer: Peer) -> bytes:
         slot = self._pages.take_slot()

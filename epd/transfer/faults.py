@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from functools import cache
 
 from epd.errors import invalid
-from epd.transfer.flow import Arrived
-from epd.transfer.pieces import Piece
 
 POINTS = {
     "transfer.refuse": "reader: the peer can't be reached",
@@ -58,10 +56,6 @@ class Faults:
         """
         self._on = dict(_parse(entry) for entry in spec.split(",") if entry.strip())
 
-    def on(self, point: str) -> bool:
-        """Whether the point is switched on; passes nothing."""
-        return point in self._on
-
     def fires(self, point: str) -> bool:
         """Pass a point; true if the fault happens this time."""
         assert point in POINTS, point
@@ -77,24 +71,6 @@ def flip_byte(address: int) -> None:
     """Invert the byte of host memory at `address`."""
     byte = ctypes.c_ubyte.from_address(address)
     byte.value ^= 0xFF
-
-
-def flipping(faults: Faults, arrived: Arrived | None) -> Arrived | None:
-    """`arrived`, where "transfer.flip" has the first byte of a read's first part inverted
-    before anybody is told of it."""
-    if not faults.on("transfer.flip"):
-        return arrived
-    first = True
-
-    def flipped(part: Piece) -> None:
-        nonlocal first
-        if first and faults.fires("transfer.flip"):
-            flip_byte(part.local)
-        first = False
-        if arrived:
-            arrived(part)
-
-    return flipped
 
 
 @cache

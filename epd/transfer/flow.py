@@ -15,13 +15,10 @@ while Mooncake may still write into its memory.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from epd.transfer.pieces import Piece
-
-Arrived = Callable[[Piece], None]
-"""Told of a piece that is here."""
 
 WINDOW = 16
 """Descriptors under way per peer: one for each of Mooncake's connections to it. More
@@ -41,9 +38,7 @@ class Read:
     owner: object
     """Kept alive until settled: the local memory is inside it."""
     key: Hashable = None
-    arrived: Arrived | None = None
-    """Told of each piece as it is here, until the read is stopped."""
-    ids: dict[int, Piece] = field(default_factory=dict)
+    ids: set[int] = field(default_factory=set)
     """What Mooncake works on, by ticket."""
     submitting: int = 0
     failure: str | None = None
@@ -97,7 +92,7 @@ class Flow:
         stopped."""
         read.submitting -= 1
         if ticket is not None:
-            read.ids[ticket] = piece
+            read.ids.add(ticket)
         else:
             self._set_slots(read.name, self._slots[read.name] - 1)
             if not read.stopped:
@@ -106,12 +101,10 @@ class Flow:
 
     def finished(self, read: Read, ticket: int, ok: bool) -> None:
         """A ticket is terminal. A failed one stops its read."""
-        piece = read.ids.pop(ticket)
+        read.ids.remove(ticket)
         self._set_slots(read.name, self._slots[read.name] - 1)
         if not ok and not read.stopped:
             self.stop(read, "the engine reports a failed read")
-        if read.arrived and not read.stopped:
-            read.arrived(piece)
         self._forget_if_settled(read)
 
     def stop(self, read: Read, failure: str) -> None:

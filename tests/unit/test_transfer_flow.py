@@ -166,19 +166,3 @@ def test_an_answer_about_an_unknown_id_is_caught() -> None:
     flow.submitted(read, read_piece(0), 1)
     with pytest.raises(KeyError):
         flow.finished(read, 2, ok=True)
-
-
-def test_a_read_is_told_of_what_arrived_until_it_is_stopped() -> None:
-    told: list[int] = []
-    flow = Flow()
-    pieces = [Piece(i, i, 1) for i in range(4)]
-    read = Read("a:1", deque(pieces), object(), arrived=lambda piece: told.append(piece.local))
-    flow.add(read)
-    flow.take()
-    for number, piece in enumerate(pieces):
-        flow.submitted(read, piece, number)
-    flow.finished(read, 2, ok=True)
-    flow.finished(read, 0, ok=True)
-    flow.finished(read, 1, ok=False)
-    flow.finished(read, 3, ok=True)
-    assert told == [2, 0]

@@ -1,51 +1,23 @@
-"""Sums are compared as spans become whole: every span once, none before it is here."""
+"""Sums of what was read: of every span, once all are here."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from epd.errors import EpdError, ErrorKind
+from epd.transfer import metrics
 from epd.transfer.checksum import checksum
 from epd.transfer.contract import Peer, Span
 from epd.transfer.engine import ReadStats
-from epd.transfer.pieces import Piece, merge
-from epd.transfer.verified import INLINE_BYTES, Arrivals, Verifier, read_verified
+from epd.transfer.pieces import Piece
+from epd.transfer.verified import INLINE_BYTES, read_verified
 
 Spans = list[tuple[int, Span]]
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=12),
-    st.integers(1, 50),
-    st.randoms(use_true_random=False),
-)
-def test_a_span_is_whole_with_its_last_byte(
-    gaps: list[tuple[int, int]], chunk: int, rng: random.Random
-) -> None:
-    spans, at = [], 1000
-    for gap, length in gaps:
-        spans.append((at + gap, length))
-        at += gap + length
-    rng.shuffle(spans)
-    parts = merge([Piece(start, start, length) for start, length in spans], chunk)
-    rng.shuffle(parts)
-    arrivals = Arrivals(spans)
-    here: set[int] = set()
-    found: list[int] = []
-    for part in parts:
-        here.update(range(part.local, part.local + part.length))
-        whole = {
-            i for i, (start, n) in enumerate(spans) if n and here >= {*range(start, start + n)}
-        }
-        found += arrivals.add(part)
-        assert sorted(found) == sorted(whole)
 
 
 class Memory:
@@ -61,73 +33,61 @@ class Memory:
             (self.address + at, Span(at, nbytes, checksum(view[at : at + nbytes]))) for at in places
         ]
 
-    def part(self, start: int, stop: int) -> Piece:
-        return Piece(self.address + start, start, stop - start)
-
 
 class ReadAtOnce:
     """Stands in for the engine: everything is here."""
 
     async def read(
         self, peer: Peer, fingerprint: str, pieces: Sequence[Piece], owner: object,
-        deadline_s: float, *, kind: str, key: Hashable, arrived: Callable[[Piece], None],
+        deadline_s: float, *, kind: str, key: Hashable,
     ) -> ReadStats:  # fmt: skip
-        for part in merge(pieces):
-            arrived(part)
         return ReadStats(sum(piece.length for piece in pieces), 0.0, 1)
 
 
-async def read(memory: Memory) -> ReadStats:
+async def read(spans: Spans, owner: object) -> ReadStats:
     peer = Peer("a:1", 1, 2)
+    engine = ReadAtOnce()
     return await read_verified(
-        ReadAtOnce(),  # type: ignore[arg-type]
+        engine,  # type: ignore[arg-type]
         peer,
         "f00d",
-        memory.spans,
-        memory,
+        spans,
+        owner,
         1.0,
         what="block",
     )
 
 
+def failures() -> float:
+    return metrics.FAILURES.labels("kv", "checksum")._value.get()
+
+
 @pytest.mark.parametrize("nbytes", [100, INLINE_BYTES + 1, 9 << 20])
 async def test_good_bytes_pass_and_a_changed_one_is_named(nbytes: int) -> None:
-    memory = Memory(3, nbytes)
-    assert (await read(memory)).nbytes == 3 * nbytes
-    memory.bytes[2 * nbytes - 1] ^= 1
-    with pytest.raises(EpdError, match="block, span 1") as caught:
-        await read(memory)
-    assert caught.value.kind is ErrorKind.CHECKSUM_MISMATCH
-
-
-async def test_spans_are_summed_while_later_ones_are_on_their_way() -> None:
-    memory = Memory(4, INLINE_BYTES + 1)
-    size = INLINE_BYTES + 1
-    verifier = Verifier(memory.spans, "block", memory)
-    verifier.arrived(memory.part(0, 3 * size - 1))
-    while verifier._left > 2:
-        await asyncio.sleep(0.001)
-    memory.bytes[0] ^= 1  # too late to be seen: the first was summed already
-    memory.bytes[3 * size - 1] ^= 1  # not here yet
-    verifier.arrived(memory.part(3 * size - 1, 4 * size))
-    with pytest.raises(EpdError, match="span 2"):
-        await verifier.finish()
-
-
-async def test_spans_that_become_whole_during_a_sum_are_not_forgotten() -> None:
-    memory = Memory(64, INLINE_BYTES // 2)
-    size = INLINE_BYTES // 2
-    verifier = Verifier(memory.spans, "block", memory)
-    verifier.arrived(memory.part(0, 3 * size))
-    for at in range(3, 64):
-        verifier.arrived(memory.part(at * size, (at + 1) * size))
-        await asyncio.sleep(0)
-    await verifier.finish()
-    assert verifier._left == 0
+    memory, before = Memory(3, nbytes), failures()
+    assert (await read(memory.spans, memory)).nbytes == 3 * nbytes
+    for span in range(3):
+        memory.bytes[(span + 1) * nbytes - 1] ^= 1
+        with pytest.raises(EpdError, match=f"block, span {span}") as caught:
+            await read(memory.spans, memory)
+        assert caught.value.kind is ErrorKind.CHECKSUM_MISMATCH
+        memory.bytes[(span + 1) * nbytes - 1] ^= 1
+    assert failures() == before + 3
 
 
 async def test_empty_spans_have_a_sum_too() -> None:
     empty = checksum(b"")
-    await Verifier([(8, Span(8, 0, empty))], "row", None).finish()
+    await read([(8, Span(8, 0, empty))], None)
     with pytest.raises(EpdError):
-        await Verifier([(8, Span(8, 0, empty ^ 1))], "row", None).finish()
+        await read([(8, Span(8, 0, empty ^ 1))], None)
+
+
+async def test_other_work_goes_on_during_the_sums_of_much() -> None:
+    memory = Memory(8, 8 << 20)
+    reading = asyncio.create_task(read(memory.spans, memory))
+    turns = 0
+    while not reading.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 3
+    assert (await reading).nbytes == 64 << 20
