@@ -71,7 +71,7 @@ class Comparison:
 
 async def compare(comparison: Comparison, scenarios: Sequence[Scenario]) -> None:
     """Connect, then warm-up, rounds while there is time, interference."""
-    async with open_session(300.0) as http:
+    async with open_session(300.0, keep=False) as http:  # llama.cpp drops them after a stream
         targets = [
             await connect(c.name, c.url, http, c.model, "none", (c.pid,), c.extra)
             for c in comparison.contenders

@@ -173,4 +173,4 @@ def _common_slo(results: Results) -> Slo | None:
 
 def session(plan: Plan) -> aiohttp.ClientSession:
     """Needs a running event loop."""
-    return open_session(plan.limits.timeout_s)
+    return open_session(plan.limits.timeout_s, keep=plan.limits.keep_connections)

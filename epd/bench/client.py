@@ -43,7 +43,7 @@ class Transport(Protocol):
 
 
 class HttpTransport:
-    """One target over HTTP, with connections that are kept."""
+    """One target over HTTP."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, api_key: str = "none") -> None:
         self._url = url.rstrip("/") + "/chat/completions"
@@ -62,10 +62,11 @@ class HttpTransport:
                 yield chunk
 
 
-def open_session(timeout_s: float) -> aiohttp.ClientSession:
-    """Without a limit on connections: the load decides how many there are."""
+def open_session(timeout_s: float, *, keep: bool = True) -> aiohttp.ClientSession:
+    """Without a limit on connections: the load decides how many there are. Without `keep`
+    each request has one of its own, for servers that promise to keep them and don't."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(10.0, timeout_s))
-    connector = aiohttp.TCPConnector(limit=0, force_close=False)
+    connector = aiohttp.TCPConnector(limit=0, force_close=not keep)
     return aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=_CHUNK_BYTES)
 
 

@@ -56,6 +56,9 @@ def load(
         int, typer.Option(min=1, help="Kept; one more warms up.", rich_help_panel=_LOAD)
     ] = 3,
     timeout: Annotated[float, typer.Option(help="Of a request, s.", rich_help_panel=_LOAD)] = 300,
+    fresh_connections: Annotated[
+        bool, typer.Option(help="One for each request.", rich_help_panel=_LOAD)
+    ] = False,
     prompt_tokens: Annotated[
         int, typer.Option(min=1, help="Of the text.", rich_help_panel=_REQUEST)
     ] = 100,

@@ -33,7 +33,8 @@ def plan(flags: dict[str, Any]) -> Plan:
         slo = Slo(flags["slo_ttft"], flags["slo_tpot"])
     shapes, trace = _requests(flags)
     workload = Workload(shapes, trace, extra, flags["seed"])
-    return Plan(workload, loads, flags["rounds"], Limits(flags["timeout"]), slo)
+    limits = Limits(flags["timeout"], keep_connections=not flags["fresh_connections"])
+    return Plan(workload, loads, flags["rounds"], limits, slo)
 
 
 def _requests(flags: dict[str, Any]) -> tuple[list[Shape], list[Timed]]:

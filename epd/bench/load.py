@@ -36,6 +36,7 @@ class Limits:
     """Of one request."""
     max_in_flight: int = 512
     """Of an open loop; more wait in the client, and their waiting counts."""
+    keep_connections: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,38 @@ async def test_over_real_http() -> None:
     assert lost.error == "http_404"
 
 
+DROPPED = (
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nKeep-Alive: timeout=5\r\n\r\n"
+    b"%x\r\n%s\r\n0\r\n\r\n"
+)
+
+
+async def test_a_connection_of_its_own_where_a_server_drops_those_it_promised_to_keep() -> None:
+    """As llama.cpp's server does after a stream."""
+    events = token("a") + STOP + usage(7, 1) + DONE
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(DROPPED % (len(events), events))
+        await writer.drain()
+        writer.close()
+
+    async with (
+        await asyncio.start_server(serve, "127.0.0.1", 0) as server,
+        open_session(9, keep=False) as http,
+    ):
+        port = server.sockets[0].getsockname()[1]
+        transport = HttpTransport(f"http://127.0.0.1:{port}/v1", http)
+        for _ in range(3):
+            found = record()
+            await send(transport, b"{}", found, 30.0)
+            assert found.ok, found.detail
+    assert connections == 3
+
+
 async def test_nobody_listens() -> None:
     async with open_session(5) as http:
         found = record()
