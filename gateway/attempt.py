@@ -240,9 +240,13 @@ class Attempt:
             self._encoding.doubt()
         for progress in self._group if branch is None else [branch.progress]:
             progress.blame(fault)
-            if fault.error.kind is ErrorKind.TRANSFER_FAILED and fault.stage is Stage.PREFILL:
+            if fault.error.kind is not ErrorKind.TRANSFER_FAILED:
+                continue
+            if fault.stage is Stage.PREFILL:
                 encoders = [stream.worker for stream in self._encoding.streams]
                 progress.avoid[Stage.ENCODE] += encoders
+            elif fault.stage is Stage.DECODE and self._prefill is not None:
+                progress.avoid[Stage.PREFILL].append(self._prefill.worker)
 
 
 def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:

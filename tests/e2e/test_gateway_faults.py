@@ -90,6 +90,26 @@ async def test_another_decode_takes_over_while_prefill_holds_the_blocks(house: H
     assert len(house.script.jobs_of(Stage.PREFILL)) == 1
 
 
+async def test_a_prefill_that_no_decode_can_read_is_avoided(house: House) -> None:
+    """It was sent this prompt's beginning before, so it would be chosen again and again."""
+    await house.add(Stage.PREFILL, "prefill-1")
+    await house.add(Stage.DECODE, "decode-1")
+    owners: list[Any] = []
+
+    async def note(call: Call) -> None:
+        owners.append(call.worker)
+
+    async def read(call: Call) -> None:
+        if owners[-1] is owners[0]:
+            raise EpdError(ErrorKind.TRANSFER_FAILED, "no answer within 3.0 s")
+
+    house.script.hooks |= {"prefill.job": note, "decode.fetch": read}
+    messages = [{"role": "user", "content": "one two three four " * 40}]
+    assert (await house.chat(messages=messages)).status == 200
+    assert len(owners) == 2
+    assert len(house.script.jobs_of(Stage.DECODE)) == 3, "both tried, before it was given up"
+
+
 async def test_a_lost_decode_goes_on_with_what_was_delivered(house: House) -> None:
     await house.add(Stage.DECODE, "decode-1")
     died = asyncio.Event()
