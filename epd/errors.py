@@ -36,6 +36,10 @@ class ErrorKind(StrEnum):
     INTERNAL = "internal_error"
 
 
+_MOST_MESSAGE, _MOST_PARAM = 2000, 256
+"""Characters."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mapping:
     """How one kind looks to gRPC clients, HTTP clients and OpenAI libraries."""
@@ -78,6 +82,7 @@ class EpdError(Exception):
 
     `param` names the field at fault as the client wrote it, e.g.
     ``messages[1].content[0]``. `retry_after_s` becomes Retry-After / RetryInfo.
+    Both quote the client, who may have sent megabytes: what is long loses its middle.
     """
 
     def __init__(
@@ -88,15 +93,21 @@ class EpdError(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
+        message = shortened(message, _MOST_MESSAGE)
         super().__init__(message)
         self.kind = kind
         self.message = message
-        self.param = param
+        self.param = None if param is None else shortened(param, _MOST_PARAM)
         self.retry_after_s = retry_after_s
 
     @property
     def mapping(self) -> Mapping:
         return TABLE[self.kind]
+
+    @property
+    def for_log(self) -> str:
+        """The message, but of what is wrong with a request: it quotes what is in no log."""
+        return str(self.kind) if self.mapping.http_status == 400 else self.message
 
     def openai_body(self) -> dict[str, dict[str, str | None]]:
         """The JSON body that OpenAI's clients turn into an exception."""
@@ -108,6 +119,14 @@ class EpdError(Exception):
                 "code": str(self.kind),
             }
         }
+
+
+def shortened(text: str, most: int) -> str:
+    """At most so many characters: of a longer text its beginning and its end."""
+    if len(text) <= most:
+        return text
+    end = most // 4
+    return f"{text[: most - end - 3]}...{text[-end:]}"
 
 
 def crowded() -> EpdError:

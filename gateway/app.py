@@ -290,7 +290,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
         level = logging.INFO if error.mapping.users_fault else logging.WARNING
         extra = {"kind": str(error.kind), "param": error.param}
-        _log.log(level, "refused: %s", error.message, extra=extra)
+        _log.log(level, "refused: %s", error.for_log, extra=extra)
         return error_response(error)
 
     async def on_client_gone(request: Request, error: Exception) -> Response:

@@ -160,7 +160,8 @@ class Run:
         except StageFault as fault:
             error = disclosure.told(fault, self._request)
             level = logging.INFO if error.mapping.users_fault else logging.WARNING
-            _log.log(level, "failed: %s", fault, extra={"request": self._request.request_id})
+            said = error.for_log if error.mapping.http_status == 400 else str(fault)
+            _log.log(level, "failed: %s", said, extra={"request": self._request.request_id})
         except EpdError as typed:
             error = typed
             if typed.kind is ErrorKind.INTERNAL:

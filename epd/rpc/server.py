@@ -171,7 +171,7 @@ class TypedErrors(grpc.aio.ServerInterceptor):
     async def _abort(self, error: EpdError, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         metrics.ERRORS.labels(self._stage, str(error.kind)).inc()
         level = logging.INFO if error.mapping.users_fault else logging.WARNING
-        logger.log(level, error.message, extra={"kind": str(error.kind), "param": error.param})
+        logger.log(level, error.for_log, extra={"kind": str(error.kind), "param": error.param})
         code, message, metadata = to_status(error)
         # Again: Python's own client may see the status first, and no first metadata then.
         named = (("x-request-id", found),) if (found := request_id()) else ()

@@ -15,11 +15,13 @@ from google.protobuf import duration_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from epd.errors import EpdError, ErrorKind
+from epd.errors import EpdError, ErrorKind, shortened
 
 DOMAIN = "epd"
 _DETAILS_KEY = "grpc-status-details-bin"
-_MAX_MESSAGE = 2000
+_MOST_MESSAGE, _MOST_PARAM = 1000, 160
+"""Bytes. The message goes out three times, once with each byte outside of ASCII as three, the
+field twice, and a client may drop a call whose last metadata have more than 8 KiB."""
 Metadata = Sequence[tuple[str, str | bytes]]
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -35,21 +37,31 @@ _FROM_CODE: dict[grpc.StatusCode, ErrorKind] = {
 def to_status(error: EpdError) -> tuple[grpc.StatusCode, str, Metadata]:
     """Code, message and trailing metadata for `context.abort`."""
     code = error.mapping.grpc_code
-    message = error.message[:_MAX_MESSAGE]
+    message = _fitting(error.message, _MOST_MESSAGE)
+    param = _fitting(error.param or "", _MOST_PARAM)
     info = error_details_pb2.ErrorInfo(reason=str(error.kind), domain=DOMAIN)
-    if error.param:
-        info.metadata["param"] = error.param
+    if param:
+        info.metadata["param"] = param
     status = status_pb2.Status(code=code.value[0], message=message)
     status.details.add().Pack(info)
-    if error.param and code is grpc.StatusCode.INVALID_ARGUMENT:
+    if param and code is grpc.StatusCode.INVALID_ARGUMENT:
         bad = error_details_pb2.BadRequest()
-        bad.field_violations.add(field=error.param, description=message)
+        bad.field_violations.add(field=param, description=message)
         status.details.add().Pack(bad)
     if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     return code, message, ((_DETAILS_KEY, status.SerializeToString()),)
+
+
+def _fitting(text: str, most: int) -> str:
+    """At most so many bytes of UTF-8."""
+    if len(text.encode("utf-8", "replace")) <= most:
+        return text
+    while len(text.encode("utf-8", "replace")) > most:
+        text = shortened(text, max(len(text) * 3 // 4, 8))
+    return text
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> EpdError:

@@ -242,6 +242,31 @@ async def test_the_access_log_has_no_contents(
         assert hidden not in everything
 
 
+REFUSED: list[dict[str, Any]] = [
+    {"model": "my secret"},
+    {"guided_regex": "(my secret"},
+    {"messages": [{"role": "my secret", "content": ""}]},
+    {"messages": [{"role": "user", "content": [{"type": "my secret"}]}]},
+    {"tools": [], "tool_choice": {"type": "function", "function": {"name": "my secret"}}},
+    {"seed": "my secret"},
+]
+
+
+@pytest.mark.parametrize("fields", REFUSED)
+async def test_no_log_quotes_what_is_refused(
+    loaded: Loaded, caplog: pytest.LogCaptureFixture, fields: dict[str, Any]
+) -> None:
+    """The client is told what of theirs is wrong; the log, which field and how."""
+    caplog.set_level(logging.DEBUG, "gateway")
+    async with opened(loaded) as house:
+        reply = await post(house.http, CHAT, {**body(), **fields})
+    assert reply.status == 400
+    everything = " ".join(str(vars(record)) for record in caplog.records)
+    assert "my secret" not in everything
+    (param,) = fields.keys() - {"tools"}
+    assert param in everything
+
+
 async def test_grpc_calls_have_the_same_line(
     loaded: Loaded, caplog: pytest.LogCaptureFixture
 ) -> None:

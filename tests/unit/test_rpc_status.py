@@ -77,3 +77,24 @@ def test_an_internal_error_tells_where_to_look_and_nothing_else() -> None:
     error = internal("req-1")
     assert error.kind is ErrorKind.INTERNAL
     assert "req-1" in error.message
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "語", "😀", "%", "\n"])
+def test_what_quotes_megabytes_fits_into_a_status(letter: str) -> None:
+    """8 KiB of last metadata at most, with every byte of the message escaped."""
+    error = EpdError(ErrorKind.MODEL_NOT_FOUND, f"the model {letter * 999_999} is not here")
+    error.param = letter * 1000
+    _, message, metadata = to_status(error)
+    assert message.startswith("the model")
+    assert message.endswith("is not here")
+    details = dict(metadata)["grpc-status-details-bin"]
+    assert 3 * len(message.encode()) + len(details) * 4 / 3 < 7500
+    assert over_the_wire(error).kind is error.kind
+
+
+def test_a_long_message_keeps_both_its_ends() -> None:
+    error = EpdError(ErrorKind.INVALID_REQUEST, "a" + "x" * 10_000 + "b", param="c" * 1000 + "d")
+    assert len(error.message) == 2000
+    assert (error.message[0], error.message[-1]) == ("a", "b")
+    assert len(error.param or "") == 256
+    assert "..." in error.message
