@@ -60,8 +60,10 @@ class Checked:
 
     call: ChatCall
     nbytes: int
-    client_request_id: str = ""
-    """Unknown: it is told in the metadata, or not at all."""
+
+    @property
+    def client_request_id(self) -> str:
+        return self.call.client_request_id
 
     def ByteSize(self) -> int:
         return self.nbytes
@@ -74,7 +76,10 @@ def chat_call(request: pb.ChatRequest, limits: LimitsConfig, vocab_size: int) ->
     if tools is not None:
         generation = with_tools(generation, tools)
     said = read_conversation(request.messages, limits)
-    return ChatCall(request.model, said, generation, stream=True, tools=tools)
+    named = request.client_request_id
+    return ChatCall(
+        request.model, said, generation, stream=True, tools=tools, client_request_id=named
+    )
 
 
 def completion_call(
@@ -92,8 +97,10 @@ def completion_call(
         raise too_many(name, len(request.ids.ids), MOST_IDS, "ids")
     value: Any = request.text if kind == "text" else list(request.ids.ids)
     prompt = read_prompt(Fields({name: value}, ""), name, vocab_size)
-    said = Conversation((), ())
-    return ChatCall(request.model, said, generation, stream=True, prompt=prompt)
+    said, named = Conversation((), ()), request.client_request_id
+    return ChatCall(
+        request.model, said, generation, stream=True, prompt=prompt, client_request_id=named
+    )
 
 
 def tokenize_call(request: pb.TokenizeRequest, limits: LimitsConfig, vocab_size: int) -> ChatCall:

@@ -97,6 +97,8 @@ class ChatCall:
     """The model may call these, and its output is searched for calls."""
     prompt: str | tuple[int, ...] | None = None
     """Instead of a conversation: a text or ids, as they are."""
+    client_request_id: str = ""
+    """What a gRPC message calls itself."""
     salt: bytes = b""
     """The tenant's: part of every cache key. Never the client's to choose."""
     repeated: Mapping[str, Any] = field(default_factory=dict)

@@ -141,6 +141,18 @@ async def chat(house: House, request: pb.ChatRequest) -> list[pb.ChatEvent]:
         return [event async for event in call]
 
 
+async def test_a_heavy_message_keeps_its_name(loaded: Loaded) -> None:
+    async with (
+        opened(loaded) as house,
+        grpc.aio.insecure_channel(house.grpc, options=NO_LIMIT) as channel,
+    ):
+        call = gateway_pb2_grpc.GatewayStub(channel).Chat(heavy_message(client_request_id="mine"))
+        told = dict(await call.initial_metadata())
+        assert told["x-client-request-id"] == "mine"
+        assert [event async for event in call][-1].HasField("finished")
+        assert readers()
+
+
 async def test_while_a_heavy_message_is_read_others_are_served(loaded: Loaded) -> None:
     async with opened(loaded) as house:
         assert (await chat(house, heavy_message()))[-1].HasField("finished")
