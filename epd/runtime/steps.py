@@ -40,6 +40,11 @@ class EngineThread:
         """Its steps run here from now on."""
         self._loops.append(loop)
 
+    def leave(self, loop: StepLoop) -> None:
+        """It makes no more steps: nothing here keeps it, or what it works on, alive."""
+        if loop in self._loops:
+            self._loops.remove(loop)
+
     def busy(self, stage: str) -> bool:
         """Whether a stage has work here that a step could do now."""
         return any(loop.busy_now for loop in self._loops if loop.stage == stage)
@@ -155,6 +160,7 @@ class StepLoop:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await asyncio.to_thread(self._thread.executor.shutdown, True)
+        self._thread.leave(self)
 
     async def _forever(self) -> None:
         while True:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -170,3 +172,31 @@ def test_the_first_step_has_all_threads_whatever_the_environment_was() -> None:
         command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "1\n", "one thread beside the engine's own"
+
+
+async def test_a_thread_knows_which_stages_are_busy_and_keeps_no_closed_loop_alive() -> None:
+    """Its `advance` is a hook of the model, which may live longer than the workers."""
+
+    class Worker:
+        work = True
+
+        def __init__(self, stage: str, thread: EngineThread) -> None:
+            self.steps = StepLoop(stage, self.step, lambda: self.work, thread)
+
+        async def step(self) -> bool:
+            return False
+
+    thread = EngineThread("both")
+    prefill, decode = Worker("prefill", thread), Worker("decode", thread)
+    assert prefill.steps.busy("decode")
+    assert not prefill.steps.busy("encode")
+    decode.work = False
+    assert not prefill.steps.busy("decode")
+    decode.work = True
+    gone = weakref.ref(decode)
+    await decode.steps.close()
+    del decode
+    gc.collect()
+    assert gone() is None
+    assert not prefill.steps.busy("decode")
+    await prefill.steps.close()
