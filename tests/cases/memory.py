@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
@@ -15,15 +16,25 @@ def resident(pids: Iterable[int]) -> int:
     """Bytes of these processes and of all their children (sandboxes, prompt processes).
 
     Proportional: helpers are forks, and a page that they share with what they are forked
-    from counts once, however many of them touch it.
+    from counts once, however many of them touch it. Pages of files don't count: how many
+    processes of the machine share torch's libraries at the moment is nobody's growth.
     """
     total = 0
     for pid in pids:
         owner = psutil.Process(pid)
         for process in (owner, *owner.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):  # a helper that was just replaced
-                total += process.memory_full_info().pss
+                total += _own(process.pid)
     return total
+
+
+def _own(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise psutil.NoSuchProcess(pid) from error
+    found = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines[1:])}
+    return sum(int(found[name][0]) << 10 for name in ("Pss_Anon", "Pss_Shmem"))
 
 
 @contextmanager
