@@ -13,7 +13,8 @@ TORCH  ?= torch==2.13.0
 EXTRA  ?= cpu
 PYTEST_ARGS ?=
 # Processes of the tests that don't start services; each runs whole files.
-JOBS   ?= $(shell nproc)
+# (nproc would take OMP_NUM_THREADS for the number of cores.)
+JOBS   ?= $(shell env -u OMP_NUM_THREADS nproc)
 CHAOS_ARGS  ?= --minutes 60
 SOAK_ARGS   ?= --requests 10000
 STORM_ARGS  ?=

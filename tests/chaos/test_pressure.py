@@ -20,6 +20,7 @@ from tests.e2e.cluster import Cluster
 pytestmark = pytest.mark.timeout(600)
 CLIENTS = 60
 LEAVING = 0.3
+LEFT, MOST_BURSTS = 10, 12
 TYPED = {"overloaded", "stage_unavailable"}
 LARGEST = (6000, 4000)
 """Pixels: the most that the limits allow."""
@@ -81,8 +82,12 @@ async def test_large_pictures_in_small_pools(
         questions = asked()
         traffic = Traffic([gateway], questions, seed=8)
         await traffic.learn()
-        for _ in range(2):
+        for number in range(MOST_BURSTS):
             await burst(traffic, gateway, questions)
+            # Those that should leave may have had their answers before: then once more. Where
+            # queues are short, most are told at once to come again, and nobody leaves.
+            if number and (pools == "queues" or traffic.outcomes.counts["aborted"] >= LEFT):
+                break
         await asyncio.to_thread(cluster.assert_clean)
         assert not await traffic.check_all()
         await asyncio.to_thread(cluster.assert_clean)
@@ -91,8 +96,7 @@ async def test_large_pictures_in_small_pools(
     counted = traffic.outcomes.counts
     assert set(counted) <= {"right", "aborted"} | TYPED, traffic.outcomes.faults or counted
     assert counted["right"] >= (20 if pools == "queues" else CLIENTS)
-    if pools != "queues":  # there most are told at once to come again
-        assert counted["aborted"] >= 10, "those that should leave had their answers before"
+    assert pools == "queues" or counted["aborted"] >= LEFT
 
 
 async def burst(traffic: Traffic, gateway: Place, questions: Sequence[Question]) -> None:
