@@ -1,6 +1,6 @@
 """What overlap inside one request brings, and what is not done twice.
 
-    python -m bench.overlap CHECKPOINT [--rounds 7] [--images 4] [--side 448]
+    python -m bench.overlap CHECKPOINT [--rounds 7] [--images 4] [--sides 448]
                             [--set key=value ...] [--json FILE] [--markdown FILE]
 
 Two services, one with `prefill.overlap=false`; in each, encode has one core, everything else
@@ -11,7 +11,8 @@ without overlap, from its own timeline: there nothing of the two happens at once
 *least* is what the order of things allows with that E and P: text is computed at once, each
 picture's part when it was encoded and what is before it is computed. The last picture's part
 can't be computed before all encoding is over, so max(E, P) is out of reach where E is the
-longer one.
+longer one (docs/adr/0008-overlap-bound.md). How much longer E is depends on the pictures' size
+(attention between patches grows with its square): `--sides 448,896` asks for others as well.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.asking import Asker, counted, user
+from bench.flags import whole_numbers
 from bench.overlap_figures import ARMS, Case, Found, document, tables
 from bench.service import Service, epd_service
 from epd.bench.campaign import connect
@@ -128,12 +130,15 @@ def both(checkpoint: Path, settings: Sequence[str]) -> Iterator[dict[str, Servic
         yield services
 
 
-def cases_of(images: int, side: int, before: int) -> list[Case]:
-    name = f"{images} pictures of {side} x {side}"
+def cases_of(images: int, sides: Sequence[int], before: int) -> list[Case]:
+    """All orders of pictures and words with the first size, one order with the others."""
+    first, *others = sides
+    name = f"{images} pictures of {first} x {first}"
     return [
-        Case(f"{name}, then words", images, side, 0, 40),
-        Case(f"words, {name}", images, side, 40, 0),
-        Case(f"many words, {name}", images, side, before, 0),
+        Case(f"{name}, then words", images, first, 0, 40),
+        Case(f"words, {name}", images, first, 40, 0),
+        Case(f"many words, {name}", images, first, before, 0),
+        *(Case(f"words, {images} of {side} x {side}", images, side, 40, 0) for side in others),
     ]
 
 
@@ -144,7 +149,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--images", type=int, default=4)
-    parser.add_argument("--side", type=int, default=448)
+    parser.add_argument("--sides", type=whole_numbers, default="448", help="of the pictures")
     parser.add_argument("--before", type=int, default=700, help="tokens of the many words")
     parser.add_argument("--set", dest="settings", action="append", default=[])
     parser.add_argument("--json", type=Path)
@@ -152,7 +157,7 @@ def main() -> None:
     given = parser.parse_args()
     # One picture is one chunk: nobody else is held up here, and large chunks are cheaper.
     settings = ["prefill.step_ms=1000", *given.settings]
-    cases = cases_of(given.images, given.side, given.before)
+    cases = cases_of(given.images, given.sides, given.before)
     with both(given.checkpoint, settings) as services:
         found = asyncio.run(measure(services, cases, given.rounds))
     told = f"{given.rounds} rounds, {', '.join([*pinned(), *settings])}; "

@@ -85,6 +85,14 @@ def test_tables_and_document_have_them(found: Found) -> None:
 
 
 def test_the_requests_differ_in_where_the_words_are() -> None:
-    assert [(case.before, case.after) for case in cases_of(4, 448, 700)] == [
+    assert [(case.before, case.after) for case in cases_of(4, [448], 700)] == [
         (0, 40), (40, 0), (700, 0),
     ]  # fmt: skip
+
+
+def test_further_sizes_are_asked_in_one_order() -> None:
+    cases = cases_of(4, [448, 672, 896], 700)
+    assert [(case.side, case.before, case.after) for case in cases[3:]] == [
+        (672, 40, 0), (896, 40, 0),
+    ]  # fmt: skip
+    assert len({case.name for case in cases}) == 5
