@@ -8,16 +8,18 @@ Environment variables are ``EPD_`` + path with double underscores, e.g.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -27,10 +29,23 @@ from epd.errors import invalid
 
 _LISTS = frozenset({"gateways", "hosts", "ports", "api_keys", "cors_origins", "networks", "stages"})
 """Keys whose value is a comma-separated list in environment and flags."""
+_Port = Annotated[int, Field(ge=1, le=65535)]
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^/?#@:\s\[\]]+)(:[0-9]+)?")
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Infinite times can't be waited for: clocks and gRPC count in whole units.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`port = true` is a mistake, and not port 1."""
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, bool) and field.annotation in (int, float):
+            raise ValueError("must be a number, not true or false")
+        return value
 
 
 class _ProcessSection(_Section):
@@ -161,9 +176,9 @@ class TransferConfig(_Section):
     connect_timeout_s: float = Field(3.0, gt=0)
     backoff_s: float = Field(1.0, gt=0)
     """How long a peer that could not be reached is left alone."""
-    port_min: int = 0
-    """Range of Mooncake's own ports; 0: its default range."""
-    port_max: int = 0
+    port_min: int = Field(0, ge=0, le=65535)
+    """Range of Mooncake's own ports; 0: the end of its default range, 15000 to 17000."""
+    port_max: int = Field(0, ge=0, le=65535)
     staging: Literal["auto", "always"] = "auto"
     """Where KV blocks are read to and from. "auto": the pool itself if it is host memory,
     else a mirror of it in pinned host memory. "always": a mirror on CPUs, too, which costs
@@ -171,6 +186,18 @@ class TransferConfig(_Section):
     networks: tuple[str, ...] = Field((), max_length=64)
     """Networks ("10.1.0.0/24") that peers may come from; packets from elsewhere to Mooncake's
     ports are dropped. None: from anywhere that reaches `host`'s interface."""
+
+    @property
+    def port_range(self) -> tuple[int, int]:
+        """First and last of Mooncake's ports."""
+        return self.port_min or 15000, self.port_max or 17000
+
+    @model_validator(mode="after")
+    def _room_for_two_ports(self) -> Self:
+        low, high = self.port_range
+        if low >= high:
+            raise ValueError(f"port_min to port_max is {low} to {high}; an engine takes two ports")
+        return self
 
 
 class LimitsConfig(_Section):
@@ -267,6 +294,23 @@ class GatewayConfig(_ProcessSection):
     tls_client_ca: str = ""
     """PEM file: only clients with a certificate from here may connect (mTLS)."""
 
+    @field_validator("api_keys")
+    @classmethod
+    def _can_be_sent(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(key.isascii() and key.isprintable() and key.strip() == key for key in keys):
+            raise ValueError("a key has characters that no header can hold: printable ASCII only")
+        return keys
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _as_browsers_write_them(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is no origin: https://a.example, without a path, or *"
+                )
+        return origins
+
 
 class FetchConfig(_Section):
     """Image URLs: who may be asked for pictures, and for how much."""
@@ -275,7 +319,7 @@ class FetchConfig(_Section):
     """"allow-list": only `hosts`; "public": any host on the public internet."""
     hosts: tuple[str, ...] = ()
     """Names ("example.com", "*.example.com"); with ":port" where it isn't one of `ports`."""
-    ports: tuple[int, ...] = (80, 443)
+    ports: tuple[_Port, ...] = (80, 443)
     max_bytes: int = Field(20 << 20, ge=1)
     total_s: float = Field(10.0, gt=0)
     """One deadline for the whole fetch: waiting, DNS, connecting, redirects, body."""
@@ -285,6 +329,14 @@ class FetchConfig(_Section):
     per_host: int = Field(4, ge=1)
     allow_private: bool = False
     """Also dial addresses that are not public. For tests, or a list of inner hosts."""
+
+    @field_validator("hosts")
+    @classmethod
+    def _names_not_urls(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if not _HOST.fullmatch(host):
+                raise ValueError(f"{host!r} is no host: a.example, *.a.example or a.example:8080")
+        return hosts
 
 
 class WorkerConfig(_Section):
@@ -405,7 +457,7 @@ def load_config(
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise invalid(f"configuration file {path}: {error}", "config") from error
 
 

@@ -49,6 +49,8 @@ def parse_cpus(text: str) -> frozenset[int]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ValueError(f"{text!r}: write cores as 0,2-4")
+        if last and int(last) < int(first):
+            raise ValueError(f"{text!r}: {part.strip()} is no range of cores")
         cpus |= set(range(int(first), int(last or first) + 1))
     return frozenset(cpus)
 

@@ -45,17 +45,18 @@ def environment(config: TransferConfig) -> dict[str, str]:
     if config.protocol == "tcp":
         # The protocol argument is ignored; this is what really decides.
         variables["MC_FORCE_TCP"] = "1"
-    if config.port_min and config.port_max:
+    if config.port_min or config.port_max:
         # Two ports an engine; a firewall needs to know them. Without a range they
         # are random in 15000-17000.
-        variables["MC_MIN_RPC_PORT"] = str(config.port_min)
-        variables["MC_MAX_RPC_PORT"] = str(config.port_max)
+        low, high = ports(config)
+        variables["MC_MIN_RPC_PORT"] = str(low)
+        variables["MC_MAX_RPC_PORT"] = str(high)
     return variables
 
 
 def ports(config: TransferConfig) -> tuple[int, int]:
     """The range that the engine's two ports are drawn from."""
-    return config.port_min or 15000, config.port_max or 17000
+    return config.port_range
 
 
 LANES = 16

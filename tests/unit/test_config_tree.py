@@ -36,6 +36,17 @@ def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
         ({"model": "x", "model.path": "y"}, "model"),
         ({"gateway.http_port": 65536}, "gateway.http_port"),
         ({"log.level": "loud"}, "log.level"),
+        ({"limits.request_deadline_s": "inf"}, "limits.request_deadline_s"),
+        ({"gateway.http_port": True}, "gateway.http_port"),
+        ({"gateway.cpus": "9-3"}, "gateway.cpus"),
+        ({"fetch.ports": "80,65536"}, "fetch.ports.1"),
+        ({"fetch.hosts": "https://a.example"}, "fetch.hosts"),
+        ({"fetch.hosts": "a.example/pictures"}, "fetch.hosts"),
+        ({"gateway.cors_origins": "https://a.example/"}, "gateway.cors_origins"),
+        ({"gateway.cors_origins": "a.example"}, "gateway.cors_origins"),
+        ({"gateway.api_keys": "sk-\u00e9"}, "gateway.api_keys"),
+        ({"transfer.port_min": 65536}, "transfer.port_min"),
+        ({"transfer.port_min": 18000}, "transfer"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(flags: dict[str, object], named: str) -> None:
@@ -50,6 +61,27 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     file.write_text("[kv\n")
     with pytest.raises(EpdError, match=r"broken\.toml"):
         load_config(file, None, {})
+
+
+def test_a_file_that_is_no_utf8_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "latin.toml"
+    file.write_bytes('model.name = "caf\u00e9"'.encode("latin-1"))
+    with pytest.raises(EpdError, match=r"latin\.toml"):
+        load_config(file, None, {})
+
+
+def test_a_refused_key_is_not_shown() -> None:
+    with pytest.raises(EpdError) as caught:
+        load_config(None, {"gateway.api_keys": "sk-secr\u00e9t"}, {})
+    assert "secr" not in caught.value.message
+
+
+def test_hosts_and_origins_as_they_are_written() -> None:
+    hosts = "a.example,*.b.example:81,127.0.0.1:8080,[::1],[2001:db8::1]:443"
+    origins = "*,https://a.example,http://127.0.0.1:3000"
+    config = load_config(None, {"fetch.hosts": hosts, "gateway.cors_origins": origins}, {})
+    assert config.fetch.hosts == tuple(hosts.split(","))
+    assert config.gateway.cors_origins == tuple(origins.split(","))
 
 
 def test_the_tree_is_frozen() -> None:

@@ -45,6 +45,12 @@ def test_port_range_is_respected() -> None:
     assert "MC_MIN_RPC_PORT" not in applied()
 
 
+def test_one_end_of_the_port_range_is_respected() -> None:
+    """The wall and the firewall go by both ends; Mooncake alone must not go its own way."""
+    environ = applied(port_max=15100)
+    assert (environ["MC_MIN_RPC_PORT"], environ["MC_MAX_RPC_PORT"]) == ("15000", "15100")
+
+
 @pytest.mark.parametrize(
     ("error", "advice"),
     [
