@@ -27,7 +27,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,7 @@ from epd.forked import fork_helper, may_fork
 from epd.forkserver import Process
 from epd.lifetime import expect_parent
 from epd.sandbox_worker import PREFIX, Buffer, receive_exactly, send_request
+from epd.turns import Turns
 
 _log = logging.getLogger(__name__)
 _START_S = 120.0
@@ -92,7 +93,7 @@ class Sandbox:
         self._limits = limits
         self._zygote = _Zygote(entry, arguments, limits)
         self._threads = ThreadPoolExecutor(workers, f"sandbox-{entry}")
-        self._free = asyncio.Semaphore(workers)
+        self._turns = Turns(workers)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._workers = [_Worker(self._zygote) for _ in range(workers)]
         for worker in self._workers:
@@ -109,8 +110,10 @@ class Sandbox:
         warm = [loop.run_in_executor(self._threads, self._warm) for _ in self._workers]
         await asyncio.gather(*warm)
 
-    async def run(self, head: Mapping[str, Any], body: bytes | Sequence[Buffer]) -> Reply:
-        """One request, in its turn; `body` may be in pieces.
+    async def run(
+        self, head: Mapping[str, Any], body: bytes | Sequence[Buffer], client: Hashable = b""
+    ) -> Reply:
+        """One request, in its turn and its client's; `body` may be in pieces.
 
         Raises:
             EpdError: from the work; STAGE_UNAVAILABLE, no worker can be started.
@@ -121,13 +124,13 @@ class Sandbox:
         pieces = (body,) if isinstance(body, bytes) else body
         # Who waits waits here: given up, it is forgotten, and so are its bytes. What a worker
         # has it goes on with, and until then it is not free.
-        await self._free.acquire()
+        await self._turns.acquire(client)
         work = loop.run_in_executor(self._threads, self._run, head, pieces)
         work.add_done_callback(self._done)
         return await asyncio.shield(work)
 
     def _done(self, work: asyncio.Future[Reply]) -> None:
-        self._free.release()
+        self._turns.release()
         if not work.cancelled() and isinstance(work.exception(), WorkerDied):
             self.killed += 1
             with contextlib.suppress(RuntimeError):  # closed

@@ -65,8 +65,8 @@ class BodyReader:
         check_room(form, call, self._room())
         return call
 
-    async def read_apart(self, form: Form, body: Sequence[bytes]) -> ChatCall:
-        """The same by another process, with pictures decoded to files.
+    async def read_apart(self, form: Form, body: Sequence[bytes], client: bytes = b"") -> ChatCall:
+        """The same by another process, with pictures decoded to files. Clients take turns.
 
         Raises:
             EpdError: also for a picture whose coding is damaged, and for a body that takes
@@ -76,7 +76,8 @@ class BodyReader:
         if self._sandbox is None:
             self._sandbox = self._made()
         try:
-            reply = await self._sandbox.run({"form": form, "room": asdict(self._room())}, body)
+            asked = {"form": form, "room": asdict(self._room())}
+            reply = await self._sandbox.run(asked, body, client)
         except WorkerDied as died:
             what = f"takes more than {_CPU_S:g} s to read" if died.timed_out else "can't be read"
             raise invalid(f"the body {what}") from died

@@ -75,14 +75,15 @@ class GrammarChecker:
         limits = SandboxLimits(_CPU_S, _MEMORY)
         self._sandbox = Sandbox("gateway.grammars:load", arguments, _WORKERS, limits)
 
-    async def check(self, grammar: Grammar, param: str) -> None:
-        """Return if it can be served.
+    async def check(self, grammar: Grammar, param: str, client: bytes = b"") -> None:
+        """Return if it can be served. Clients take turns.
 
         Raises:
             EpdError: INVALID_REQUEST naming `param`; STAGE_UNAVAILABLE, no process for it.
         """
         try:
-            await self._sandbox.run({"kind": str(grammar.kind)}, grammar.text.encode())
+            text = grammar.text.encode()
+            await self._sandbox.run({"kind": str(grammar.kind)}, text, client)
         except WorkerDied as died:
             what = f"{_CPU_S:g} s" if died.timed_out else f"{_MEMORY >> 20} MiB"
             raise invalid(f"{param}: takes more than {what} to compile", param) from died

@@ -152,7 +152,7 @@ class Receipt(grpc.aio.ServerInterceptor):
             raise EpdError(ErrorKind.REQUEST_TOO_LARGE, reason)
         with self._budget.hold(salt) as hold:
             hold.take(len(data))
-            call = await self._bodies.read_apart(Form(method), (data,))
+            call = await self._bodies.read_apart(Form(method), (data,), salt)
         return Checked(call, len(data))
 
     @contextmanager

@@ -94,15 +94,16 @@ class HeaderReader:
             SandboxLimits(_CPU_S, _MEMORY),
         )
 
-    async def read(self, data: bytes, param: str) -> ImageHeader:
-        """Size and format of a picture file; asks a process, whatever the file is.
+    async def read(self, data: bytes, param: str, client: bytes = b"") -> ImageHeader:
+        """Size and format of a picture file; asks a process, whatever the file is. Clients
+        take turns.
 
         Raises:
             EpdError: see `read_header`; also INVALID_IMAGE for a header that takes too
                 long to read, or breaks its reader.
         """
         try:
-            reply = await self._sandbox.run({"param": param}, data)
+            reply = await self._sandbox.run({"param": param}, data, client)
         except WorkerDied as died:
             metrics.DECODERS_LOST.labels("time" if died.timed_out else "crash").inc()
             what = f"takes more than {_CPU_S:g} s to read" if died.timed_out else "can't be read"

@@ -99,7 +99,7 @@ class PictureReader:
                 task.cancel()
 
     async def _fetch(self, url: str, param: str, fetches: _Fetches) -> bytes:
-        data = await self._fetcher.fetch(url, param)
+        data = await self._fetcher.fetch(url, param, fetches.salt)
         fetches.nbytes += len(data)
         most = self._config.limits.max_body_bytes
         if fetches.nbytes > most:  # by a small request; sent along, they would be refused too
@@ -122,7 +122,7 @@ class PictureReader:
         if small and is_plain(data):
             header = self._headers.read_plain(data, source.param)
         else:
-            header = await self._headers.read(data, source.param)
+            header = await self._headers.read(data, source.param, fetches.salt)
         named = (source, images, data, header, fetches.salt)
         return self._named(*named) if small else await self._in_thread(self._named, *named)
 

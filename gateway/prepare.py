@@ -56,7 +56,7 @@ class Preparer:
         """
         arrival_ms = int(time.time() * 1000)
         constraint = call.generation.constraint
-        await self._check_grammar(constraint)
+        await self._check_grammar(constraint, call.salt)
         sources = call.conversation.images
         pictures = await self._reader.read(sources, hold, call.salt)
         sizes = [picture.size for picture in pictures]
@@ -84,18 +84,20 @@ class Preparer:
     async def _prompt(self, call: ChatCall, sizes: Sequence[ImageSize], context: int) -> PromptPlan:
         if call.prompt is None:
             shown = call.tools.tools if call.tools else ()
-            return await self._prompts.build(call.conversation.messages, sizes, context, shown)
+            said = call.conversation.messages
+            return await self._prompts.build(said, sizes, context, shown, call.salt)
         if isinstance(call.prompt, str):
-            return await self._prompts.encode(call.prompt, context)
+            return await self._prompts.encode(call.prompt, context, call.salt)
         if (image := self._served.spec.image_token_id) in call.prompt:
             raise invalid(f"prompt: {image} stands for an image, and there is none", "prompt")
         return PromptPlan(call.prompt, ())
 
-    async def _check_grammar(self, constraint: Constraint | None) -> None:
+    async def _check_grammar(self, constraint: Constraint | None, client: bytes) -> None:
         """Try it out here first, so that its fault has the name of the client's field."""
         if constraint is None:
             return
-        await self._grammars.check(constraint.trial or constraint.grammar, constraint.param)
+        grammar = constraint.trial or constraint.grammar
+        await self._grammars.check(grammar, constraint.param, client)
 
     async def close(self) -> None:
         self._grammars.close()

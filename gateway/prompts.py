@@ -20,6 +20,7 @@ from epd.config import GatewayConfig, ModelConfig
 from epd.errors import invalid
 from epd.text.messages import ChatMessage, ImageSize, Tool
 from epd.text.prompt import PromptBuilder, PromptPlan
+from epd.turns import Turns
 from gateway import prompt_process as wire
 from gateway.checkpoint import Facts
 from gateway.prompt_lives import NotBegun, PromptProcess, TooLong
@@ -47,7 +48,7 @@ class PromptPool:
         self._builder = builder
         self._thread = None if workers else ThreadPoolExecutor(1, "prompt")
         self._processes = [PromptProcess(model, bounds) for _ in range(workers)]
-        self._room = asyncio.Semaphore(max(1, workers) * _AT_HAND)
+        self._room = Turns(max(1, workers) * _AT_HAND)
 
     @property
     def rebuilt(self) -> int:
@@ -75,8 +76,9 @@ class PromptPool:
         sizes: Sequence[ImageSize],
         max_tokens: int,
         tools: Sequence[Tool] = (),
+        client: bytes = b"",
     ) -> PromptPlan:
-        """See `PromptBuilder.build`.
+        """See `PromptBuilder.build`. Clients take turns.
 
         Raises:
             EpdError: also INVALID_REQUEST, it takes too long; STAGE_UNAVAILABLE, its process
@@ -85,9 +87,9 @@ class PromptPool:
         if (builder := self._builder) is not None:
             return await self._here(lambda: builder.build(messages, sizes, max_tokens, tools))
         asked = wire.build_request(messages, sizes, max_tokens, tools)
-        return await self._ask(asked, "messages")
+        return await self._ask(asked, "messages", client)
 
-    async def encode(self, text: str, max_tokens: int) -> PromptPlan:
+    async def encode(self, text: str, max_tokens: int, client: bytes = b"") -> PromptPlan:
         """See `PromptBuilder.encode`.
 
         Raises:
@@ -95,7 +97,7 @@ class PromptPool:
         """
         if (builder := self._builder) is not None:
             return await self._here(lambda: builder.encode(text, max_tokens))
-        return await self._ask(wire.encode_request(text, max_tokens), "prompt")
+        return await self._ask(wire.encode_request(text, max_tokens), "prompt", client)
 
     async def close(self) -> None:
         """End the processes; one that is stuck in a prompt is not waited for."""
@@ -106,9 +108,9 @@ class PromptPool:
     async def _here(self, work: Callable[[], PromptPlan]) -> PromptPlan:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def _ask(self, request: Mapping[str, Any], param: str) -> PromptPlan:
+    async def _ask(self, request: Mapping[str, Any], param: str, client: bytes) -> PromptPlan:
         while True:
-            await self._room.acquire()
+            await self._room.acquire(client)
             process = min(self._processes, key=lambda process: process.at_hand)
             try:
                 # Given up or not: what a process was asked takes room until it has answered.

@@ -20,6 +20,7 @@ from yarl import URL
 from epd.config import FetchConfig
 from epd.errors import EpdError, ErrorKind
 from epd.obs import metrics
+from epd.turns import Turns
 from gateway.fetch.addresses import Address
 from gateway.fetch.policy import Policy
 from gateway.fetch.urls import Target, follow, parse, refuse
@@ -47,14 +48,14 @@ class Fetcher:
     def __init__(self, config: FetchConfig) -> None:
         self._config = config
         self._policy = Policy(config)
-        self._places = asyncio.Semaphore(config.concurrency)
+        self._places = Turns(config.concurrency)
         self._hosts: dict[str, _HostPlaces] = {}
 
     def close(self) -> None:
         self._policy.close()
 
-    async def fetch(self, url: str, param: str) -> bytes:
-        """The body that `url` leads to.
+    async def fetch(self, url: str, param: str, client: bytes = b"") -> bytes:
+        """The body that `url` leads to. Clients take turns.
 
         Raises:
             EpdError: INVALID_IMAGE_URL, the policy refuses the URL or the fetch failed,
@@ -64,7 +65,7 @@ class Fetcher:
         try:
             if self._config.mode == "off":
                 refuse("fetching images from URLs is off here; send a data: URL", param)
-            body = await self._in_time(parse(url, param), param)
+            body = await self._in_time(parse(url, param), param, client)
             outcome = "fetched"
             return body
         except EpdError as error:
@@ -73,7 +74,7 @@ class Fetcher:
         finally:
             metrics.IMAGE_FETCHES.labels(outcome).inc()
 
-    async def _in_time(self, target: Target, param: str) -> bytes:
+    async def _in_time(self, target: Target, param: str, client: bytes) -> bytes:
         """Everything under one deadline, the wait for a place included. Whoever waited for
         most of it says nothing of the image's server by running out of time."""
         total_s = self._config.total_s
@@ -81,7 +82,7 @@ class Fetcher:
         late = clock() + total_s / 2
         begun = False
         try:
-            async with asyncio.timeout(total_s), self._place(target.host):
+            async with asyncio.timeout(total_s), self._place(target.host, client):
                 begun = clock() < late
                 return await self._follow(target, param)
         except TimeoutError:
@@ -96,12 +97,12 @@ class Fetcher:
         )
 
     @asynccontextmanager
-    async def _place(self, host: str) -> AsyncIterator[None]:
+    async def _place(self, host: str, client: bytes) -> AsyncIterator[None]:
         """First one of the host's own places, so that one slow host can't take them all."""
         mine = self._hosts.setdefault(host, _HostPlaces(self._config.per_host))
         mine.users += 1
         try:
-            async with mine.places, self._places:
+            async with mine.places.place(client), self._places.place(client):
                 yield
         finally:
             mine.users -= 1
@@ -134,7 +135,7 @@ class Fetcher:
 
 class _HostPlaces:
     def __init__(self, places: int) -> None:
-        self.places = asyncio.Semaphore(places)
+        self.places = Turns(places)
         self.users = 0
 
 

@@ -67,6 +67,17 @@ async def test_a_reply_has_a_head_and_memory(make: Make) -> None:
     assert (await sandbox.run({"do": "echo"}, b"")).data == b""
 
 
+async def test_one_clients_many_requests_are_not_before_anothers_one(make: Make) -> None:
+    sandbox, order = make(), []
+
+    async def ask(client: str) -> None:
+        await sandbox.run({"do": "echo"}, b"", client)
+        order.append(client)
+
+    await asyncio.gather(*map(ask, ["a"] * 6 + ["b"]))
+    assert order.index("b") <= 2
+
+
 async def test_memory_of_a_reply_lives_as_long_as_it_is_used(make: Make) -> None:
     sandbox = make()
     files = len(os.listdir("/proc/self/fd"))
