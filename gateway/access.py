@@ -19,7 +19,7 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from epd.config import GatewayConfig
-from epd.errors import EpdError, ErrorKind
+from epd.errors import EpdError, ErrorKind, invalid
 from epd.obs import metrics
 from epd.rpc.status import internal
 from gateway.access_log import OPEN_PATHS
@@ -60,6 +60,7 @@ class Access:
         self._per_minute = config.requests_per_minute
         self._concurrent = config.concurrent_requests
         self._open = not config.api_keys
+        self._origins = frozenset(config.cors_origins)
         keys = config.api_keys or ("",)
         self._callers = [_caller(key, self._per_minute, clock()) for key in keys]
 
@@ -92,6 +93,18 @@ class Access:
             reason = "no valid API key; send 'Authorization: Bearer <key>'"
             raise EpdError(ErrorKind.UNAUTHENTICATED, reason)
         return found
+
+    def check_page(self, origin: str | None) -> None:
+        """Where there are no keys, a browser is all that a foreign page needs to have its
+        wishes done (and, by a name of its own that it points here, to read the answer): CORS
+        alone keeps a page from reading, not from asking. With keys a page has none.
+
+        Raises:
+            EpdError: the request comes from a page whose origin is not configured.
+        """
+        if not self._open or origin is None or self._origins & {"*", origin}:
+            return
+        raise invalid(f"pages of {origin[:64]!r} may not call; gateway.cors_origins says who may")
 
     def _spend(self, caller: Caller) -> None:
         if self._concurrent and caller.running >= self._concurrent:
@@ -169,6 +182,8 @@ class AccessControl:
         authorization = headers.get(b"authorization", b"").decode("latin-1")
         state = scope["state"]
         if scope["method"] == "POST":
+            origin = headers.get(b"origin")
+            self._access.check_page(None if origin is None else origin.decode("latin-1"))
             with self._access.admit(authorization) as caller:
                 state["key"], state["salt"] = caller.name, caller.salt
                 yield

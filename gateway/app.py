@@ -47,7 +47,11 @@ _log = logging.getLogger(__name__)
 
 def build_app(service: ChatService, bodies: BodyReader, fingerprint: str) -> FastAPI:
     """Routes over one service. No state of its own."""
-    app = FastAPI(title="epd", openapi_url=None, docs_url=None, redoc_url=None)
+    # No redirects of paths with a slash too many: they would lead clients, and their keys,
+    # from https to http where TLS ends before us.
+    app = FastAPI(
+        title="epd", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     registry = service.pipeline.stages.registry
     started = int(time.time())
 
@@ -184,7 +188,8 @@ async def _read(
     body = await read_body(request, limit, within_s, hold)
     call = bodies.read_at_once(form, body)
     if call is None:
-        call = await unless_gone(request.receive, bodies.read_apart(form, body))
+        reading = bodies.read_apart(form, body, request.state.salt)
+        call = await unless_gone(request.receive, reading)
     return replace(call, salt=request.state.salt)
 
 

@@ -6,6 +6,7 @@ tokens sends ids.
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -107,7 +108,10 @@ class CompletionEncoder:
         self._answer = answer
         self._vocabulary = vocabulary
         self._logprobs = answer.call.generation.sampling.logprobs
-        self._offsets = [0] * answer.call.generation.choices
+        choices = answer.call.generation.choices
+        self._offsets = [0] * choices
+        # A character in several tokens is one of the text.
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(choices)]
         self._head = {
             "id": answer.request_id,
             "object": "text_completion",
@@ -162,7 +166,7 @@ class CompletionEncoder:
         offsets = []
         for token in tokens:
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(token.raw.decode(errors="replace"))
+            self._offsets[index] += len(self._decoders[index].decode(token.raw))
         return {
             "tokens": [self._shown(token.token.id, token.raw) for token in tokens],
             "token_logprobs": [finite(token.token.logprob) for token in tokens],

@@ -218,7 +218,9 @@ class ResponseEncoder:
                 chunks += [*self._close(), self._start_call(call.id, call.name)]
             chunks.append(self._arguments(call.arguments))
         if part.reason is not None:
-            chunks += self._close()
+            # Half a call must not look like one that is to be made.
+            cut = part.reason is FinishReason.LENGTH
+            chunks += self._close("incomplete" if cut else "completed")
         return b"".join(chunks)
 
     def last(self) -> bytes:
@@ -276,12 +278,12 @@ class ResponseEncoder:
         at = len(self._output) - 1
         return self._event("response.output_item.added", output_index=at, item=item)
 
-    def _close(self) -> list[bytes]:
+    def _close(self, status: str = "completed") -> list[bytes]:
         if not self._open:
             return []
         self._open = False
         item = self._output[-1]
-        item["status"] = "completed"
+        item["status"] = status
         if item["type"] == "message":
             part = item["content"][0]
             done = [

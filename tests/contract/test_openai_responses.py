@@ -14,6 +14,7 @@ from epd.errors import ErrorKind
 from epd.jobs import Stage
 from gateway.chat import Part
 from gateway.responses_api import ResponseEncoder
+from protos.epd.v1 import common_pb2
 from tests.e2e.fake_stages import fail
 from tests.e2e.gateway_house import House, picture
 from tests.e2e.http_client import post
@@ -87,10 +88,27 @@ async def test_tools_and_results(tools: House) -> None:
     assert second.output_text == "Coat."
 
 
+async def test_half_a_call_does_not_look_like_one_to_make(tools: House) -> None:
+    say(tools, CALL.partition("rn")[0])
+    tools.script.finish = common_pb2.FINISH_REASON_LENGTH
+    ask: dict[str, Any] = {"model": "demo", "input": "Weather?", "tools": [TOOL]}
+    async with connect(tools) as client:
+        cut = await client.responses.create(**ask)
+        events = [event async for event in await client.responses.create(**ask, stream=True)]
+    (call,) = cut.output
+    assert (call.type, call.status) == ("function_call", "incomplete")
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call.arguments)
+    (done,) = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done.status == "incomplete"
+    assert events[-1].type == "response.incomplete"
+
+
 async def test_length_and_a_fault_in_the_stream(house: House) -> None:
     async with connect(house) as client:
         cut = await client.responses.create(model="demo", input="a", max_output_tokens=1)
         assert cut.status == "incomplete"
+        assert cut.output[0].status == "incomplete"
 
         async def breaks(call: Any) -> None:
             if call.token == 3:

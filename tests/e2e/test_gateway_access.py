@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
+import io
 import json
 import logging
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,12 @@ import openai
 import pytest
 import trustme
 from google.rpc import error_details_pb2, status_pb2
+from PIL import Image
 
 from epd.config import GatewayConfig
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
+from epd.turns import Turns
 from gateway.access import Access
 from gateway.checkpoint import Loaded
 from protos.epd.v1 import gateway_pb2, gateway_pb2_grpc
@@ -226,6 +230,51 @@ async def test_cors_is_off_until_configured(loaded: Loaded) -> None:
         other = {**wanted, "origin": "https://b.example"}
         reply = await session.options(f"http://{house.http}{CHAT}", headers=other)
         assert "access-control-allow-origin" not in reply.headers
+
+
+async def test_a_foreign_page_may_not_even_ask_where_there_are_no_keys(loaded: Loaded) -> None:
+    """A page's script needs nobody's leave for a POST of plain text, only to read the answer."""
+    page, data = {"origin": "https://a.example"}, json.dumps(body()).encode()
+
+    async def status(house: House, **headers: str) -> int:
+        sent = await Connection.send(house.http, "POST", CHAT, data, **headers)
+        return (await sent.reply()).status
+
+    async with opened(loaded) as house:
+        assert await status(house, **page, content_type="text/plain") == 400
+        assert await status(house, origin="null") == 400
+        assert not house.script.jobs
+        assert await status(house) == 200
+    for origins in (("https://a.example",), ("*",)):
+        async with opened(loaded, cors_origins=origins) as house:
+            assert await status(house, **page) == 200
+    async with opened(loaded, api_keys=(KEY,)) as house:
+        assert await status(house, **page, **bearer(KEY)) == 200, "whose key it is may say"
+
+
+async def test_keys_take_turns_in_all_that_is_done_before_the_stages(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    salts: list[Hashable] = []
+    acquire = Turns.acquire
+
+    async def noted(turns: Turns, client: Hashable) -> None:
+        salts.append(client)
+        await acquire(turns, client)
+
+    monkeypatch.setattr(Turns, "acquire", noted)
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 48)).save(buffer, "GIF")  # read by another process, as no PNG is
+    url = "data:image/gif;base64," + base64.b64encode(buffer.getvalue()).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}]
+    asked = body(messages=[{"role": "user", "content": content}], guided_regex="[a-z]*")
+    asked["metadata"] = {str(i): [i] for i in range(3000)}  # a heavy body
+    async with opened(loaded, api_keys=(KEY, OTHER)) as house:
+        reply = await post(house.http, CHAT, asked, **bearer(KEY))
+        assert reply.status == 200, reply.body
+    assert len(salts) == 3, "body, picture's header, grammar"
+    assert len(set(salts)) == 1
+    assert salts[0], "the key's, not nobody's"
 
 
 async def test_the_access_log_has_no_contents(

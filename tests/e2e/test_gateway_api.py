@@ -138,6 +138,12 @@ async def test_unknown_routes_and_methods_answer_in_json(house: House) -> None:
     assert (await get(house.http, "/v1/models/demo")).json()["id"] == "demo"
 
 
+async def test_a_path_with_a_slash_too_many_leads_nowhere_else(house: House) -> None:
+    for reply in (await get(house.http, "/v1/models/"), await post(house.http, f"{CHAT}/", body())):
+        error_of(reply, 404)
+        assert "location" not in reply.headers
+
+
 async def test_too_many_requests_are_429(house: House) -> None:
     house.script.hooks["prefill.job"] = hang
     most = house.gateway.service.config.limits.max_inflight

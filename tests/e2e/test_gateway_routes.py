@@ -10,6 +10,7 @@ import pytest
 
 import epd
 from epd.jobs import Stage
+from protos.epd.v1 import common_pb2
 from tests.e2e.gateway_house import House, body
 from tests.e2e.http_client import Reply, get, post
 
@@ -47,6 +48,21 @@ async def test_openais_client_completes(house: House) -> None:
     assert chunks[-1].usage == whole.usage
     assert whole.usage is not None
     assert whole.usage.completion_tokens == 2 * len(house.script.output)
+
+
+@pytest.mark.parametrize("tokens_per_message", [1, 3])
+async def test_offsets_count_characters_of_the_text(house: House, tokens_per_message: int) -> None:
+    tokenizer = house.gateway.service.tokenizer
+    ids = tokenizer.encode("\u00e9 \u2713\U0001f642 red", add_special_tokens=False).ids
+    assert len(ids) > 6, "characters of several tokens"
+    house.script.output, house.script.tokens_per_message = ids, tokens_per_message
+    house.script.finish = common_pb2.FINISH_REASON_LENGTH
+    choice = (await complete(house, logprobs=0)).json()["choices"][0]
+    text, found = choice["text"], choice["logprobs"]
+    assert text == tokenizer.decode(ids)
+    assert found["text_offset"] == sorted(found["text_offset"])
+    for token, at in zip(found["tokens"], found["text_offset"], strict=True):
+        assert "\ufffd" in token or text[at : at + len(token)] == token
 
 
 async def test_a_completions_prompt_is_what_was_sent(house: House) -> None:
