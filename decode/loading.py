@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from decode.ticket import Ticket
 from epd.errors import EpdError, ErrorKind, invalid
@@ -37,6 +37,22 @@ class KvReader:
         self._memory = memory
         self._reading: dict[bytes, asyncio.Event] = {}
         """Full blocks that are being read, by hash; set when that is over."""
+        self._copying: dict[Hashable, asyncio.Task[None]] = {}
+        """To the device, by `read_key`: a thread can't be cancelled."""
+
+    @property
+    def copying(self) -> int:
+        """Copies to the device under way, whoever still waits for them."""
+        return len(self._copying)
+
+    def when_settled(self, key: Hashable, then: Callable[[], None]) -> None:
+        """Call `then` once no read with this key, and no copy of what it read to the device,
+        writes into blocks any more; now if none does. Nothing more may be begun for it."""
+        copying = self._copying.get(key)
+        if copying is None:
+            self._memory.engine.when_settled(key, then)
+        else:
+            copying.add_done_callback(lambda _: self.when_settled(key, then))
 
     def announced(self, ticket: Ticket, first_block: int, handle: Handle, tokens: int) -> None:
         """Check an announcement and queue it for `load`.
@@ -65,7 +81,7 @@ class KvReader:
     ) -> None:
         """Read what is announced, as it is announced, until the whole request is in
         `blocks`, its table; the first `cached` are there already. They must not be
-        reused before the engine says that no read of `ticket.read_key` is under way.
+        reused before `when_settled(ticket.read_key, ...)` says so.
         What another request is reading at the same time is not read again: `replace` is
         told of its block.
 
@@ -191,6 +207,13 @@ class KvReader:
             key=ticket.read_key,
         )
         if self._pool.mirrored:
-            await asyncio.to_thread(self._pool.from_peers, blocks)
+            await self._copy_to_device(ticket.read_key, blocks)
         ticket.transfer_ms += watch.ms
         ticket.transfer_bytes += stats.nbytes
+
+    async def _copy_to_device(self, key: Hashable, blocks: Sequence[int]) -> None:
+        """In a thread, which goes on when this is cancelled: see `when_settled`."""
+        copying = asyncio.create_task(asyncio.to_thread(self._pool.from_peers, blocks))
+        self._copying[key] = copying
+        copying.add_done_callback(lambda _: self._copying.pop(key))
+        await asyncio.shield(copying)

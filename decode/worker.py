@@ -9,8 +9,8 @@ One request's life:
                                                  prefilled again
 
 Who owns what: the pool owns all bytes; the scheduler holds each request's blocks,
-those of a cached prefix together with others. They are freed when no read writes into
-them and no running step uses them. The prefix cache keeps full blocks, from when they
+those of a cached prefix together with others. They are freed when no read, nor its copy
+to a device, writes into them and no running step uses them. The prefix cache keeps full blocks, from when they
 were read and verified or a step filled them, and holds none.
 """
 
@@ -224,14 +224,14 @@ class DecodeWorker(StageWorker[Ticket]):
         self._tickets.pop(ticket.key, None)
 
     def _stop(self, ticket: Ticket) -> None:
-        """No more steps, no more reads; blocks are freed when the last read is over
-        and the running step is done."""
+        """No more steps, no more reads; blocks are freed when the last read (on a device:
+        the last copy of one) is over and the running step is done."""
         if ticket.stopped:
             return
         ticket.stopped = True
         if ticket.loader is not None:
             ticket.loader.cancel()
-        self.memory.engine.when_settled(ticket.read_key, lambda: self._release(ticket))
+        self._reader.when_settled(ticket.read_key, lambda: self._release(ticket))
 
     def _release(self, ticket: Ticket) -> None:
         self._scheduler.finish(ticket.key)
@@ -353,8 +353,8 @@ class DecodeWorker(StageWorker[Ticket]):
         """Assert the bookkeeping; call it when idle or after a test."""
         self._scheduler.check_integrity()
         self._kv.check_integrity()
-        busy = self.memory.engine.outstanding or self.memory.leases.quarantined_bytes
-        if not self._tickets and not busy:
+        reads = self.memory.engine.outstanding or self._reader.copying
+        if not (self._tickets or reads or self.memory.leases.quarantined_bytes):
             assert self._kv.blocks.used == 0, "a block leaked"
 
     async def shut_down(self) -> None:
