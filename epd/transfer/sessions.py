@@ -88,13 +88,11 @@ class Sessions:
                 model than announced.
         """
         link = self._link(peer)
-        if link.identity is None:
+        while link.identity is None:  # again where a read failed as soon as it was proven
             self._raise_if_backed_off(link)
             if link.opening is None:
                 link.opening = asyncio.create_task(self._open(link, peer))
             await asyncio.shield(link.opening)
-            self._raise_if_backed_off(link)
-            assert link.identity is not None
         link.identity.check(peer, fingerprint)
         return link.name
 
@@ -117,8 +115,8 @@ class Sessions:
     def _link(self, peer: Peer) -> _Link:
         key = (peer.session, peer.epoch)
         if key not in self._links and len(self._links) >= MOST_LINKS:
-            idle = next(key for key, link in self._links.items() if link.opening is None)
-            del self._links[idle]
+            idle = (key for key, link in self._links.items() if link.opening is None)
+            self._links.pop(next(idle, key), None)
         return self._links.setdefault(key, _Link())
 
     def _raise_if_backed_off(self, link: _Link) -> None:

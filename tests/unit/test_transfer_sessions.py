@@ -128,6 +128,42 @@ async def test_after_a_failed_read_the_peer_is_proven_again(world: World) -> Non
     assert world.probes == 2
 
 
+async def test_a_read_that_fails_while_the_peer_is_proven_means_proving_it_once_more(
+    world: World,
+) -> None:
+    """Between the proof and whoever waited for it: an earlier read of the same peer."""
+    read_page, failing = world.read_page, [world.sessions.doubt]
+
+    async def page(name: str, peer: Peer) -> bytes:
+        if failing:
+            asyncio.get_running_loop().call_soon(failing.pop(), peer)
+        return await read_page(name, peer)
+
+    world.sessions._read_page = page
+    assert await world.sessions.connect(PEER, "f00d") == "10.0.0.1:15000"
+    assert world.probes == 2
+
+
+async def test_a_caller_that_comes_late_to_a_failure_tries_again(world: World) -> None:
+    """The event loop was busy for longer than the back-off."""
+    probe = world.probe
+
+    async def late(session: str, timeout_s: float) -> Description:
+        try:
+            return await probe(session, timeout_s)
+        finally:
+            if world.probes == 1:
+                asyncio.get_running_loop().call_soon(pass_time)
+
+    def pass_time() -> None:
+        world.now += CONFIG.backoff_s
+        world.description = Description("tcp", b"life 1")
+
+    world.sessions._probe = late
+    world.description = ConnectionRefusedError("refused")
+    assert await world.sessions.connect(PEER, "f00d") == "10.0.0.1:15000"
+
+
 async def test_a_peer_that_was_silent_for_a_whole_read_is_left_alone(world: World) -> None:
     await world.sessions.connect(PEER, "f00d")
     world.sessions.doubt(PEER, waited_s=CONFIG.read_deadline_s)
@@ -163,6 +199,16 @@ async def test_remembered_peers_are_bounded(world: World) -> None:
         link = world.sessions._link(Peer(PEER.session, epoch, 1))
         assert link.opening is None
     assert len(world.sessions._links) == MOST_LINKS
+
+
+async def test_links_that_are_being_opened_are_not_forgotten(world: World) -> None:
+    world.hang = True
+    peers = [Peer(PEER.session, epoch, 1) for epoch in range(MOST_LINKS + 1)]
+    opening = [asyncio.create_task(world.sessions.connect(peer, "f00d")) for peer in peers]
+    errors = await asyncio.gather(*opening, return_exceptions=True)
+    kinds = {error.kind for error in errors if isinstance(error, EpdError)}
+    assert kinds == {ErrorKind.TRANSFER_FAILED}
+    assert all(isinstance(error, EpdError) for error in errors)
 
 
 def test_names_differ_per_life_and_are_stable() -> None:
