@@ -31,6 +31,7 @@ from epd.models.checkpoint import load_part, read_spec, weights_bytes
 from epd.models.exact import ROW_TILE, make_row_invariant
 from epd.models.gpu.attention import DeviceAttention
 from epd.models.gpu.graphs import DecodeGraphs, buckets
+from epd.models.grids import check_grids
 from epd.models.kernels import build
 from epd.models.kernels.attention import AttentionKernel
 from epd.models.kernels.build import Library
@@ -213,8 +214,8 @@ class LanguageModel:
         May run in another thread than `forward`.
 
         Raises:
-            EpdError: the placeholders of the prompt are not the items' rows, or the
-                items' grids are not of that many rows.
+            EpdError: the placeholders of the prompt are not the items' rows, or an
+                item's grid is not of its rows.
         """
         prompt = token_ids[:prompt_length].cpu()
         marks = prompt == self.spec.image_token_id
@@ -229,6 +230,7 @@ class LanguageModel:
     def _prompt_rows(self, prompt: Tensor, marks: Tensor, items: Sequence[ImageItem]) -> Tensor:
         options: dict[str, Any] = {}
         if items and self._has_mrope:
+            check_grids(marks.tolist(), items, self.model.config.vision_config.spatial_merge_size)
             try:
                 options["image_grid_thw"] = torch.tensor([item.grid for item in items]).view(-1, 3)
                 options["mm_token_type_ids"] = marks[None].int()

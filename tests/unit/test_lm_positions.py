@@ -82,7 +82,17 @@ def test_rows_and_placeholders_must_match(lm: LanguageModel) -> None:
     assert raised.value.param == "items"
 
 
-@pytest.mark.parametrize("grid", [(), (1, 4), (1, 4, 4), (1, 8, 8), (0, 0, 0)])
+HUGE = 4_000_000_000
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        *[(), (1, 4), (1, 4, 4), (1, 8, 8), (0, 0, 0), (1, 5, 7)],
+        *[(1, HUGE, HUGE), (HUGE, 2, 2), (1, 2, HUGE)],
+    ],
+    ids=str,
+)
 def test_grids_must_fit_their_rows(
     tiny_checkpoint: Callable[..., Path], grid: tuple[int, ...]
 ) -> None:
@@ -90,6 +100,31 @@ def test_grids_must_fit_their_rows(
     ids = [1, *[lm.spec.image_token_id] * 6, 2]
     with pytest.raises(EpdError) as raised:
         lm.positions(torch.tensor(ids), [_item(6, grid)], len(ids))
+    assert raised.value.param == "items"
+
+
+@pytest.mark.parametrize(
+    ("runs", "items"),
+    [
+        ((6, 2), [(6, (1, 2, 4)), (2, (1, 4, 6))]),
+        ((6, 2), [(2, (1, 2, 4)), (6, (1, 4, 6))]),
+        ((8,), [(6, (1, 4, 6)), (2, (1, 2, 4))]),
+        ((3, 3), [(6, (1, 4, 6))]),
+    ],
+    ids=["grids changed places", "images changed places", "without a token between", "cut in two"],
+)
+def test_every_run_of_placeholders_is_one_image(
+    tiny_checkpoint: Callable[..., Path],
+    runs: tuple[int, ...],
+    items: list[tuple[int, tuple[int, ...]]],
+) -> None:
+    """The sums are right, so that transformers takes the wrong ones for right."""
+    lm = LanguageModel.load(tiny_checkpoint("qwen2_vl"))
+    ids = [1]
+    for run in runs:
+        ids += [*[lm.spec.image_token_id] * run, 2]
+    with pytest.raises(EpdError) as raised:
+        lm.positions(torch.tensor(ids), [_item(*item) for item in items], len(ids))
     assert raised.value.param == "items"
 
 
