@@ -227,13 +227,16 @@ class Scheduler:
                 self._in_step[sequence.key] = sequence
         return Step(tuple(slots), tuple(preempted))
 
-    def complete(self) -> None:
-        """The running step is done: its sequences have one more token of KV."""
+    def complete(self) -> bool:
+        """The running step is done: its sequences have one more token of KV. Whether blocks
+        are free now, of those that left during it."""
+        left = [sequence for sequence in self._in_step.values() if sequence.gone]
         for sequence in self._in_step.values():
             sequence.kv_tokens += 1
-            if sequence.gone:
-                self._release(sequence)
+        for sequence in left:
+            self._release(sequence)
         self._in_step.clear()
+        return bool(left)
 
     def finish(self, key: int) -> None:
         """The request leaves; its blocks are free now, or when the running step is

@@ -10,8 +10,8 @@ One request's life:
 
 Who owns what: the pool owns all bytes; the scheduler holds each request's blocks,
 those of a cached prefix together with others. They are freed when no read, nor its copy
-to a device, writes into them and no running step uses them. The prefix cache keeps full blocks, from when they
-were read and verified or a step filled them, and holds none.
+to a device, writes into them and no running step uses them. The prefix cache keeps full
+blocks, from when they were read and verified or a step filled them, and holds none.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class DecodeWorker(StageWorker[Ticket]):
                     ticket,
                     place.blocks,
                     place.cached,
-                    lambda at, block: self._scheduler.replace(ticket.key, at, block),
+                    lambda at, block: self._replace(ticket, at, block),
                 )
         except EpdError as error:
             self._fail(ticket, error)
@@ -194,6 +194,10 @@ class DecodeWorker(StageWorker[Ticket]):
         ticket.fetched = True
         ticket.events.put(KvFetched(ticket.transfer_ms, ticket.transfer_bytes))
         self._run_when_ready(ticket)
+
+    def _replace(self, ticket: Ticket, at: int, block: int) -> None:
+        self._scheduler.replace(ticket.key, at, block)
+        self.steps.poke()  # its own block is free
 
     def cancel(self, ticket: Ticket) -> None:
         """Stop after the running step; reports ReadsTerminal, the stream's last word."""
@@ -267,7 +271,8 @@ class DecodeWorker(StageWorker[Ticket]):
         results = await self._run(work)
         for (slot, ticket), result in zip(work, results, strict=True):
             self._keep(slot, ticket, result)
-        self._scheduler.complete()
+        if self._scheduler.complete():
+            self.steps.poke()  # a prefill in this process may wait for them
         for (_, ticket), result in zip(work, results, strict=True):
             ticket.run_ms += watch.ms
             if not ticket.stopped:

@@ -242,6 +242,27 @@ async def test_prefill_leaves_decode_its_part_of_the_pool() -> None:
     await both.close()
 
 
+async def test_prefill_hears_of_blocks_that_decodes_step_gave_back() -> None:
+    """Both answers end while their step runs: after it nothing else of decode happens."""
+    both = Together(prefill__prefix_cache=False)
+    runs = [Run(both, range(20 + n, 64 + n), max_tokens=15, nonce=n) for n in range(2)]
+    running = [asyncio.create_task(run.go()) for run in runs]
+    await until(lambda: all(run.released and len(run.outputs[0]) > 2 for run in runs))
+    both.lm.gate.clear()
+    await until(lambda: both.decode.steps.in_step)
+    ticket = await both.prefill.submit(replace(prefill_job(range(20, 60)), nonce=9))
+    assert not ticket.admitted
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    await a_moment()  # prefill has looked, in vain
+    assert not ticket.admitted
+    both.lm.gate.set()
+    await until(lambda: ticket.admitted, limit_s=10)
+    both.prefill.close(ticket, clean=True)
+    await both.close()
+
+
 REQUESTS = st.lists(
     st.tuples(
         st.integers(20, 23),  # first id: prompts that start alike share blocks

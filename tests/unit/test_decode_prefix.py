@@ -13,7 +13,7 @@ from epd.errors import EpdError, ErrorKind
 from epd.jobs import ImageItem, SampledToken
 from tests.unit.decode_bench import Bench, drain
 from tests.unit.fake_stage import BLOCK, IMAGE, decode_job
-from tests.waiting import until
+from tests.waiting import a_moment, until
 
 
 @pytest.fixture
@@ -126,6 +126,25 @@ async def test_choices_of_one_prompt_share_what_the_first_has_read(bench: Bench)
     assert [e.token.id for e in theirs if isinstance(e, TokenMade)] == list(range(41, 48))
     bench.worker.close(first)
     bench.worker.close(second)
+
+
+async def test_places_that_were_not_needed_go_to_whoever_waits(bench: Bench) -> None:
+    """Of 16 blocks two of one prompt take 14 while one of them is read, and 8 after it."""
+    ids = list(range(20, 44))
+    bench.compute(ids)
+    bench.compute(range(60, 70), at=8)
+    bench.memory.engine.gate.clear()
+    both = [await bench.worker.submit(decode_job(ids)) for _ in range(2)]
+    for ticket in both:
+        bench.worker.kv_ready(ticket, 0, bench.handle(range(6)), 24)
+    other = await bench.worker.submit(decode_job(range(60, 70)))
+    bench.worker.kv_ready(other, 0, bench.handle([8, 9, 10]), 10)
+    await a_moment()
+    assert other.loader is None, "no room yet"
+    bench.memory.engine.gate.set()
+    await until(lambda: other.loader is not None)
+    for ticket in (*both, other):
+        bench.worker.close(ticket)
 
 
 async def test_tenants_and_images_never_share(bench: Bench) -> None:
