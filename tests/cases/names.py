@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.cases.pictures import file, part, quad, text
-from tests.cases.site import Site, ok, redirect
-from tests.e2e.cluster import Cluster, Worker, request
+from tests.cases.site import Site, fetching_gateway, ok, redirect
+from tests.e2e.cluster import Worker, request
 
 PUBLIC, INNER = "93.184.215.14", "127.0.0.1"
 _SERVER = ("127.0.0.53", 53)
@@ -95,21 +95,6 @@ def _prepare(folder: Path) -> None:
         subprocess.run(command.split(), check=True)
 
 
-def _gateway(folder: Path, port: int) -> Worker:
-    settings = {
-        "fetch.mode": "public",
-        "fetch.ports": f"80,443,{port}",
-        "fetch.total_s": 4,
-        "gateway.http_port": 0,
-        "gateway.preprocess_workers": 0,
-    }
-    gateway = Cluster(folder, settings=settings).gateway
-    gateway.settings["gateway.membership_port"] = "0"
-    gateway.launch()
-    gateway.until_ready()
-    return gateway
-
-
 def _ask(gateway: Worker, url: str) -> dict[str, Any]:
     content = [part(url), text("?")]
     asked = {"messages": [{"role": "user", "content": content}]}
@@ -122,7 +107,7 @@ def main(folder: Path) -> None:
     _prepare(folder)
     server = NameServer()
     with Site(PUBLIC) as site, Site(INNER, site.port) as inner:
-        gateway = _gateway(folder, site.port)
+        gateway = fetching_gateway(folder, site.port)
         try:
             for name in NAMES:
                 site.reset()

@@ -1,11 +1,15 @@
-"""A web server that answers each path with raw bytes, and says who came."""
+"""A web server that answers each path with raw bytes, and says who came; a gateway that may
+fetch from it."""
 
 from __future__ import annotations
 
 import contextlib
 import socketserver
 import threading
+from pathlib import Path
 from types import TracebackType
+
+from tests.e2e.cluster import Cluster, Worker
 
 _HOLD_S = 30.0
 
@@ -90,3 +94,20 @@ def status(line: str, body: bytes = b"") -> bytes:
 
 def redirect(location: str) -> bytes:
     return f"HTTP/1.1 302 Found\r\nlocation: {location}\r\ncontent-length: 0\r\n\r\n".encode()
+
+
+def fetching_gateway(folder: Path, port: int) -> Worker:
+    """A gateway alone (a refused picture needs no stage) that fetches from the public web, from
+    this port too."""
+    settings = {
+        "fetch.mode": "public",
+        "fetch.ports": f"80,443,{port}",
+        "fetch.total_s": 4,
+        "gateway.http_port": 0,
+        "gateway.preprocess_workers": 0,
+    }
+    gateway = Cluster(folder, settings=settings).gateway
+    gateway.settings["gateway.membership_port"] = "0"
+    gateway.launch()
+    gateway.until_ready()
+    return gateway

@@ -24,10 +24,9 @@ from gateway.responses_api import ResponseEncoder
 from gateway.schema import parse_body
 from prefill.ticket import FirstToken
 from protos.epd.v1 import gateway_pb2_grpc
-from tests.cases.test_grpc import ask
 from tests.e2e.cluster import ROOT
 from tests.e2e.fake_stages import Call, fail, hang
-from tests.e2e.gateway_house import CHAT, House, raw
+from tests.e2e.gateway_house import CHAT, House, ask, raw
 from tests.e2e.http_client import Connection, get, post
 from tests.e2e.peer_process import Memory, PeerProcess
 from tests.unit import decode_bench, prefill_bench, test_encode_worker

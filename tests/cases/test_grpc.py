@@ -13,22 +13,14 @@ from epd.client import AsyncClient, Client, user
 from epd.config import RpcConfig
 from epd.errors import EpdError
 from epd.jobs import Stage
-from epd.rpc import convert
 from gateway.streams import Connections, StageFault
 from gateway.worker import Card, Worker
-from protos.epd.v1 import gateway_pb2, gateway_pb2_grpc
-from tests.e2e.fake_stages import Call, hang
-from tests.e2e.gateway_house import House
+from protos.epd.v1 import gateway_pb2_grpc
+from tests.e2e.fake_stages import hang
+from tests.e2e.gateway_house import House, ask, ask_much
 from tests.waiting import LIMIT_S
 
 DEAD = "127.0.0.1:1"
-
-
-def ask(text: str = "what?") -> gateway_pb2.ChatRequest:
-    user = gateway_pb2.Message(
-        role=gateway_pb2.ROLE_USER, parts=[gateway_pb2.ContentPart(text=text)]
-    )
-    return gateway_pb2.ChatRequest(messages=[user])
 
 
 async def code_of(house: House, size: int) -> grpc.StatusCode:
@@ -111,20 +103,7 @@ async def test_rpc_03_calls_to_a_dead_server_leave_nothing() -> None:
 async def test_rpc_04_a_slow_reader_holds_decode_back(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # More than the wire allows: the kernel's buffers on the way swallow megabytes.
-    monkeypatch.setattr(convert, "_MAX_TOP", 800)
-    made = [0]
-
-    async def count(call: Call) -> None:
-        made[0] = call.token
-
-    house.script.output = [300] * 1500
-    house.script.alternatives = 800
-    house.script.hooks["decode.token"] = count
-    request = ask()
-    request.options.max_tokens = 1600
-    request.options.logprobs = True
-    request.options.top_logprobs = 20
+    request, made = ask_much(house, monkeypatch)
     async with grpc.aio.insecure_channel(
         house.grpc, options=[("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14)]
     ) as channel:

@@ -16,9 +16,8 @@ import pytest
 from epd.errors import ErrorKind
 from epd.jobs import Stage
 from protos.epd.v1 import common_pb2, decode_pb2, gateway_pb2_grpc, prefill_pb2
-from tests.cases.test_grpc import ask
 from tests.e2e.fake_stages import Call, Fake, fail, hang
-from tests.e2e.gateway_house import CHAT, House, raw
+from tests.e2e.gateway_house import CHAT, House, ask, raw
 from tests.e2e.http_client import Connection
 from tests.waiting import LIMIT_S, soon
 

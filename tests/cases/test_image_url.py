@@ -23,7 +23,7 @@ from tests.cases.pictures import (
     refused,
     text,
 )
-from tests.cases.site import Site, ok, redirect, status
+from tests.cases.site import Site, fetching_gateway, ok, redirect, status
 from tests.e2e.cluster import Cluster, Reply, Worker, request
 from tests.waiting import promised
 
@@ -84,19 +84,7 @@ def test_url_04_no_prefix_or_two(cluster: Cluster, site: Site) -> None:
 
 @pytest.fixture(scope="module")
 def public(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    """A gateway alone (a refused picture needs no stage) that fetches from the public web."""
-    folder: Path = tmp_path_factory.mktemp("public")
-    settings = {
-        "fetch.mode": "public",
-        "fetch.ports": f"80,443,{site.port}",
-        "fetch.total_s": 4,
-        "gateway.http_port": 0,
-        "gateway.preprocess_workers": 0,
-    }
-    gateway = Cluster(folder, settings=settings).gateway
-    gateway.settings["gateway.membership_port"] = "0"
-    gateway.launch()
-    gateway.until_ready()
+    gateway = fetching_gateway(tmp_path_factory.mktemp("public"), site.port)
     yield gateway
     assert gateway.end() == 0
 

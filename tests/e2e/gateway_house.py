@@ -15,9 +15,11 @@ from PIL import Image
 
 from epd.config import Config
 from epd.jobs import Stage
+from epd.rpc import convert
 from gateway.app import counts
 from gateway.checkpoint import Loaded, load
 from gateway.main import Gateway
+from protos.epd.v1 import gateway_pb2 as pb
 from tests.e2e.fake_stages import Call, Fake, Script, hello_of
 from tests.e2e.http_client import Reply, post
 from tests.waiting import until
@@ -134,6 +136,31 @@ def long_answer(house: House, tokens: int = 60_000) -> list[int]:
     house.script.output = [400 + i % 50 for i in range(tokens)]
     house.script.tokens_per_message = 32
     house.script.alternatives = 20
+    return _counted(house)
+
+
+def ask(text: str = "what?") -> pb.ChatRequest:
+    """A question over gRPC."""
+    message = pb.Message(role=pb.ROLE_USER, parts=[pb.ContentPart(text=text)])
+    return pb.ChatRequest(messages=[message])
+
+
+def ask_much(house: House, monkeypatch: pytest.MonkeyPatch) -> tuple[pb.ChatRequest, list[int]]:
+    """A question over gRPC whose answer is too long for a client that doesn't read it: fewer
+    than 1400 tokens may be made. And how many are so far."""
+    # More than the wire allows: the kernel's buffers on the way swallow megabytes.
+    monkeypatch.setattr(convert, "_MAX_TOP", 800)
+    house.script.output = [300] * 1500
+    house.script.alternatives = 800
+    request = ask()
+    request.options.max_tokens = 1600
+    request.options.logprobs = True
+    request.options.top_logprobs = 20
+    return request, _counted(house)
+
+
+def _counted(house: House) -> list[int]:
+    """How many tokens decode has made, from now on."""
     made = [0]
 
     async def count(call: Call) -> None:

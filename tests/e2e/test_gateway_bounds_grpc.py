@@ -12,14 +12,12 @@ import grpc.aio
 import pytest
 
 from epd.jobs import Stage
-from epd.rpc import convert
 from epd.rpc import server as rpc_server
 from gateway import grpc_receipt
 from gateway.main import Loaded
 from protos.epd.v1 import gateway_pb2_grpc
-from tests.cases.test_grpc import ask
-from tests.e2e.fake_stages import Call, hang
-from tests.e2e.gateway_house import House
+from tests.e2e.fake_stages import hang
+from tests.e2e.gateway_house import House, ask, ask_much
 from tests.e2e.test_gateway_bounds import opened
 from tests.waiting import LIMIT_S, until
 
@@ -134,21 +132,8 @@ async def unread(
 ) -> AsyncIterator[tuple[House, grpc.aio.Channel, Any, list[int]]]:
     """A call whose client reads its first event only, when the gateway has given it up; and
     how many tokens were made for it."""
-    # More than the wire allows: the kernel's buffers on the way swallow megabytes.
-    monkeypatch.setattr(convert, "_MAX_TOP", 800)
     async with opened(loaded, slow_reader_s=1.0) as house:
-        made = [0]
-
-        async def count(call: Call) -> None:
-            made[0] = call.token
-
-        house.script.output = [300] * 1500
-        house.script.alternatives = 800
-        house.script.hooks["decode.token"] = count
-        request = ask()
-        request.options.max_tokens = 1600
-        request.options.logprobs = True
-        request.options.top_logprobs = 20
+        request, made = ask_much(house, monkeypatch)
         options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14)]
         async with grpc.aio.insecure_channel(house.grpc, options=options) as channel:
             call = gateway_pb2_grpc.GatewayStub(channel).Chat(request)

@@ -12,15 +12,11 @@ import grpc.aio
 import psutil
 import pytest
 
-from epd.client import user
 from epd.jobs import Stage
-from epd.rpc import convert
 from epd.rpc import server as rpc_server
 from gateway.checkpoint import Loaded
-from protos.epd.v1 import gateway_pb2 as pb
 from protos.epd.v1 import gateway_pb2_grpc
-from tests.e2e.fake_stages import Call
-from tests.e2e.gateway_house import House, long_answer, raw
+from tests.e2e.gateway_house import House, ask_much, long_answer, raw
 from tests.e2e.test_gateway_bounds import POST, opened, server
 from tests.waiting import LIMIT_S, promised, soon, until
 
@@ -135,21 +131,8 @@ async def test_a_byte_now_and_then_is_nothing_over_grpc(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rpc_server, "TAKEN_WITHIN_S", 0.5)
-    # More than the wire allows: the kernel's buffers on the way swallow megabytes.
-    monkeypatch.setattr(convert, "_MAX_TOP", 800)
     async with opened(loaded, slow_reader_s=1.0) as house:
-        made = [0]
-
-        async def count(call: Call) -> None:
-            made[0] = call.token
-
-        house.script.output = [300] * 1500
-        house.script.alternatives = 800
-        house.script.hooks["decode.token"] = count
-        request = pb.ChatRequest(messages=[user("what is it?")])
-        request.options.max_tokens = 1600
-        request.options.logprobs = True
-        request.options.top_logprobs = 20
+        request, made = ask_much(house, monkeypatch)
         way = Thin(house.grpc, 0.05)
         listening = await asyncio.start_server(way.serve, "127.0.0.1", 0)
         address = f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
