@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,14 +11,14 @@ import grpc
 import grpc.aio
 
 from epd.errors import EpdError
-from epd.rpc.handlers import behaviour_of, is_ours, with_behaviour
+from epd.rpc.handlers import HandlerInterceptor, behaviour_of, is_ours, with_behaviour
 from gateway import grpc_ids
 from gateway.access import Access
 from gateway.access_log import write_line
 from gateway.grpc_receipt import authorization
 
 
-class AccessLog(grpc.aio.ServerInterceptor):
+class AccessLog(HandlerInterceptor):
     """An id for each call, and one line about it, without contents: answered, refused, given
     up, or of a method that there is not.
 
@@ -29,13 +29,7 @@ class AccessLog(grpc.aio.ServerInterceptor):
     def __init__(self, access: Access) -> None:
         self._access = access
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        path = handler_call_details.method
+    def around(self, path: str, handler: Any) -> Any:
         if handler is None:
             return grpc.stream_stream_rpc_method_handler(self._unknown(path))
         if not is_ours(path):

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind, invalid
-from epd.rpc.handlers import Behaviour, behaviour_of, is_ours, with_behaviour
+from epd.rpc.handlers import Behaviour, HandlerInterceptor, behaviour_of, is_ours, with_behaviour
 from epd.rpc.status import to_status
 from gateway.access import Access
 from gateway.bodies import LIGHT_BYTES, LIGHT_VALUES, BodyReader
@@ -52,7 +52,7 @@ def options(config: Config) -> list[tuple[str, int]]:
     ]
 
 
-class Receipt(grpc.aio.ServerInterceptor):
+class Receipt(HandlerInterceptor):
     """Reads the message of every unary request itself; of ours, after the key was checked."""
 
     def __init__(self, config: Config, access: Access, bodies: BodyReader, budget: Budget) -> None:
@@ -64,19 +64,14 @@ class Receipt(grpc.aio.ServerInterceptor):
         self._most = max(1, (limits.max_inflight_mib << 20) // limits.max_body_bytes)
         self._slots = self._most
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
+    def around(self, path: str, handler: Any) -> Any:
         if handler is None or handler.request_streaming:
             return handler
         wrap = self._streaming if handler.response_streaming else self._single
-        method, parse = handler_call_details.method, handler.request_deserializer
-        read = wrap(behaviour_of(handler), partial(self._message, method, parse))
+        parse = handler.request_deserializer
+        read = wrap(behaviour_of(handler), partial(self._message, path, parse))
         made = with_behaviour(handler, read, request_streaming=True)
-        if not is_ours(handler_call_details.method):
+        if not is_ours(path):
             return made
         return made._replace(request_deserializer=None)  # bytes, as they came
 

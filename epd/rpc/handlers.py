@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
+import grpc.aio
 
 Behaviour = Callable[[Any, Any], Any]
 """What a servicer does: (request or requests, context) -> response, or its awaitable, or an
 asynchronous generator of responses."""
 _OURS = "/epd.v1."
+
+
+class HandlerInterceptor(grpc.aio.ServerInterceptor):
+    """Puts something around methods' handlers."""
+
+    @abstractmethod
+    def around(self, path: str, handler: Any) -> Any:
+        """What serves the method in place of `handler`, which is None for a method that there
+        is not."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        return self.around(handler_call_details.method, await continuation(handler_call_details))
 
 
 def is_ours(path: str) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -21,7 +21,7 @@ from epd.obs import metrics
 from epd.obs.logs import request_id
 from epd.rpc.channels import Options, server_options
 from epd.rpc.cut import cut_off
-from epd.rpc.handlers import Behaviour, behaviour_of, is_ours, with_behaviour
+from epd.rpc.handlers import Behaviour, HandlerInterceptor, behaviour_of, is_ours, with_behaviour
 from epd.rpc.status import internal, to_status
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Server:
         await self.grpc.stop(grace_s)
 
 
-class TypedErrors(grpc.aio.ServerInterceptor):
+class TypedErrors(HandlerInterceptor):
     """Turns whatever a servicer of ours raises into a status, counts and logs it.
 
     The one place where exceptions become statuses. A cancelled stream stays
@@ -114,13 +114,8 @@ class TypedErrors(grpc.aio.ServerInterceptor):
         self._stage = stage
         self._count_streams = count_streams
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None or not is_ours(handler_call_details.method):
+    def around(self, path: str, handler: Any) -> Any:
+        if handler is None or not is_ours(path):
             return handler
         wrap = self._streaming if handler.response_streaming else self._single
         return with_behaviour(handler, wrap(behaviour_of(handler)))
