@@ -52,7 +52,6 @@ class EmbeddingCache(Generic[Place]):
         self._found: dict[bytes, Entry[Place]] = {}
         self._idle: dict[bytes, Entry[Place]] = {}  # least recently used first
         self._pinned: set[Entry[Place]] = set()
-        self.evictions = 0
         self.kept_bytes = 0
         """Of all entries that can be found."""
         self.idle_bytes = 0
@@ -119,7 +118,6 @@ class EmbeddingCache(Generic[Place]):
         del self._found[key]
         self.idle_bytes -= entry.nbytes
         self.kept_bytes -= entry.nbytes
-        self.evictions += 1
         self._evicted()
         self._free(entry.place)
         return True

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 GATEWAY = "gateway"
 STAGES = ("encode", "prefill", "decode")
-ROLES = (GATEWAY, *STAGES)
 
 Serve = Callable[[Config], Coroutine[Any, Any, None]]
 Build = Callable[["Resources"], Coroutine[Any, Any, "Part"]]

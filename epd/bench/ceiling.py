@@ -27,7 +27,6 @@ class Ceiling:
     """Events read a second, by the clock; the scripted server has a core too."""
     cpu_us: float
     """Client's CPU time an event: its reciprocal is the ceiling of one whole core."""
-    requests_s: float
 
 
 @contextmanager
@@ -57,7 +56,7 @@ async def measure(url: str, events: int, streams: int, requests: int) -> Ceiling
     assert not failed, f"the scripted server failed: {failed[0]}"
     read = sum(len(record.arrivals) for record in done.records)
     cpu_s = done.usage.client * done.wall_s
-    return Ceiling(streams, read / done.wall_s, cpu_s / read * 1e6, requests / done.wall_s)
+    return Ceiling(streams, read / done.wall_s, cpu_s / read * 1e6)
 
 
 def run(streams: tuple[int, ...] = (1, 64), events: int = 512) -> list[Ceiling]:

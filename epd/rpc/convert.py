@@ -226,13 +226,3 @@ def timing_to_proto(timing: StageTiming) -> pb.StageTiming:
         transfer_bytes=timing.transfer_bytes,
         preprocess_ms=timing.preprocess_ms,
     )
-
-
-def timing_from_proto(message: pb.StageTiming) -> StageTiming:
-    return StageTiming(
-        queue_ms=message.queue_ms,
-        run_ms=message.run_ms,
-        transfer_ms=message.transfer_ms,
-        transfer_bytes=message.transfer_bytes,
-        preprocess_ms=message.preprocess_ms,
-    )

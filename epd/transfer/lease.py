@@ -137,11 +137,6 @@ class LeaseTable:
         return True
 
     @property
-    def next_sweep(self) -> float | None:
-        """When `sweep` next has something to free; None: nothing waits."""
-        return self._quarantined[0][0] if self._quarantined else None
-
-    @property
     def open_count(self) -> int:
         return len(self._open)
 

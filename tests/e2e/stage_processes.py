@@ -18,7 +18,6 @@ from tests.e2e.forks import start
 from tests.waiting import LIMIT_S
 
 STAGES = ("encode", "prefill", "decode")
-START_S = 90.0
 
 
 class StageProcess:
