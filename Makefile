@@ -15,6 +15,9 @@ PYTEST_ARGS ?=
 # Processes of the tests that don't start services; each runs whole files.
 # (nproc would take OMP_NUM_THREADS for the number of cores.)
 JOBS   ?= $(shell env -u OMP_NUM_THREADS nproc)
+# Of those that do: each has a service, as many processes as a small machine has cores. They
+# wait more than they compute.
+PAIR   := $(if $(filter 0 1,$(JOBS)),$(JOBS),2)
 CHAOS_ARGS  ?= --minutes 60
 SOAK_ARGS   ?= --requests 10000
 STORM_ARGS  ?=
@@ -61,10 +64,10 @@ SCRIPTED := $(wildcard tests/e2e/test_gateway_*.py) tests/e2e/test_client.py
 
 test-e2e: $(READY) ## real processes over Mooncake, and the gateway over scripted stages
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not long" $(SCRIPTED) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -q -m "not long" tests/e2e $(SCRIPTED:%=--ignore=%) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(PAIR) --dist loadfile -m "not long" tests/e2e $(SCRIPTED:%=--ignore=%) $(PYTEST_ARGS)
 
 test-chaos: $(READY) ## real processes, hurt on purpose
-	$(BIN)/python -m pytest -q -m "not long" tests/chaos $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(PAIR) --dist loadfile -m "not long" tests/chaos $(PYTEST_ARGS)
 
 test-long: $(READY) ## what `make test` leaves out for time: more families, topologies and fault points
 	$(BIN)/python -m pytest -q -m long --hypothesis-profile=explore tests/parity tests/e2e tests/chaos $(PYTEST_ARGS)

@@ -6,6 +6,7 @@ import asyncio
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -32,6 +33,8 @@ class Tormentor:
     done: list[Injury] = field(default_factory=list)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _busy: set[str] = field(default_factory=set)
+    _times: Counter[str] = field(default_factory=Counter)
+    """Of each kind that was begun: what came seldom is next, so that short runs have many."""
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -57,7 +60,9 @@ class Tormentor:
 
     async def _hurt(self, place: Place) -> None:
         ways = self._ways(place)
-        what = self._random.choice(list(ways))
+        seldom = min(self._times[what] for what in ways)
+        what = self._random.choice([what for what in ways if self._times[what] == seldom])
+        self._times[what] += 1
         started = time.monotonic()
         place.hurt.append((started, float("inf")))
         await ways[what](place)

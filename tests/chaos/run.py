@@ -1,4 +1,4 @@
-"""An hour (or three minutes) of checked traffic over a service that is hurt all the time.
+"""An hour (or two minutes) of checked traffic over a service that is hurt all the time.
 
     python -m tests.chaos.run --minutes 60 [--seed 1] [--clients 4] [--workers 2]
         [--set model.dtype=bfloat16]

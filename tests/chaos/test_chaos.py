@@ -1,9 +1,10 @@
-"""Three minutes of `make chaos`; the judge would notice."""
+"""Two minutes of `make chaos`; the judge would notice."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from pathlib import Path
 
 import aiohttp.web
@@ -16,7 +17,7 @@ from tests.chaos.service import Place
 from tests.chaos.traffic import Traffic
 from tests.e2e.cluster import Worker
 
-MINUTES = float(os.environ.get("EPD_CHAOS_MINUTES", "3"))
+MINUTES = float(os.environ.get("EPD_CHAOS_MINUTES", "2"))
 
 
 @pytest.mark.timeout(60 * MINUTES + 400)
@@ -25,7 +26,8 @@ async def test_nothing_wrong_nothing_hung_nothing_left_over(
 ) -> None:
     report = await hurt(tmp_path, MINUTES, seed=5, clients=4, workers=2)
     with capsys.disabled():
-        print(f"\n{report.text()}")
+        # (Of a process of pytest-xdist, only this stream is seen.)
+        print(f"\n{report.text()}", file=sys.stderr)
     assert report.ok, report.text()
     counts = report.outcomes.counts
     assert counts["right"] > 15 * MINUTES
