@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from demo.questions import Question, about_number, about_pair, about_shapes, without_picture
+from demo.questions import Question, about_number, about_pair, about_shapes
 from demo.scenes import (
     FEW_COUNTS,
     USUAL_COUNTS,
@@ -25,6 +25,7 @@ from demo.scenes import (
     random_shapes_scene,
     render,
 )
+from demo.small_talk import without_picture
 from demo.tokenizer import IMAGE, IMAGE_TEXT
 from demo.vision import MERGE, patchify, token_labels
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from demo.questions import about_number, about_pair, about_shapes, without_picture
+from demo.questions import about_number, about_pair, about_shapes
 from demo.scenes import FEW_COUNTS, random_number_scene, random_shapes_scene
+from demo.small_talk import without_picture
 
 VOCABULARY = 1024
 IMAGE = "<|image_pad|>"

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageChops
 
 from demo import samples
-from demo.questions import about_number, about_pair, about_shapes, without_picture
+from demo.questions import about_number, about_pair, about_shapes
 from demo.scenes import (
     CELLS,
     COLOURS,
@@ -22,6 +22,7 @@ from demo.scenes import (
     random_shapes_scene,
     render,
 )
+from demo.small_talk import without_picture
 
 DEMO = Path(samples.__file__).parent
 CHECKPOINT = DEMO / "checkpoint"
