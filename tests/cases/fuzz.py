@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 
 from tests.cases.memory import resident
 from tests.cases.pictures import body, file, part, quad, text
-from tests.e2e.cluster import Cluster, Reply, request
+from tests.e2e.cluster import Cluster
+from tests.e2e.member import Reply, request
 
 _MOST_S = 30.0
 _MOST_GROWTH = 96 << 20

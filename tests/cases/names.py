@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.cases.pictures import file, part, quad, text
 from tests.cases.site import Site, fetching_gateway, ok, redirect
-from tests.e2e.cluster import Worker, request
+from tests.e2e.member import Worker, request
 
 PUBLIC, INNER = "93.184.215.14", "127.0.0.1"
 _SERVER = ("127.0.0.53", 53)

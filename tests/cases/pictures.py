@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from tests.e2e.cluster import Cluster, Reply
+from tests.e2e.cluster import Cluster
+from tests.e2e.member import Reply
 
 QUESTION = "Describe the image."
 URL_PARAM = "messages[0].content[0].image_url.url"

@@ -9,7 +9,8 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-from tests.e2e.cluster import Cluster, Worker
+from tests.e2e.cluster import Cluster
+from tests.e2e.member import Worker
 
 _HOLD_S = 30.0
 

@@ -21,7 +21,8 @@ from epd.kv.prefix import BlockChain, root_hash
 from tests.cases import pictures
 from tests.cases.pictures import body, counter, data_url, file, noise, part, solid, text
 from tests.cases.test_pressure import Leaver, at_once
-from tests.e2e.cluster import Cluster, Reply, request
+from tests.e2e.cluster import Cluster
+from tests.e2e.member import Reply, request
 
 BLOCK = 16
 COLOURS = ("red", "green", "blue")

@@ -29,7 +29,8 @@ from tests.cases.pictures import (
     solid,
     text,
 )
-from tests.e2e.cluster import Cluster, Reply
+from tests.e2e.cluster import Cluster
+from tests.e2e.member import Reply
 from tests.waiting import promised
 
 LIMITS = LimitsConfig()

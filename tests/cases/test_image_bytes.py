@@ -36,7 +36,8 @@ from tests.cases.pictures import (
     text,
 )
 from tests.cases.site import Site
-from tests.e2e.cluster import Cluster, request
+from tests.e2e.cluster import Cluster
+from tests.e2e.member import request
 
 SAME = 1e-3
 """Scores of equal pixels may differ by rounding only."""

@@ -29,7 +29,8 @@ from tests.cases.pictures import (
     refused,
     text,
 )
-from tests.e2e.cluster import DEMO_CHECKPOINT, ROOT, Cluster, request
+from tests.e2e.cluster import DEMO_CHECKPOINT, ROOT, Cluster
+from tests.e2e.member import request
 
 LIMITS = LimitsConfig()
 

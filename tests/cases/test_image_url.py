@@ -24,7 +24,8 @@ from tests.cases.pictures import (
     text,
 )
 from tests.cases.site import Site, fetching_gateway, ok, redirect, status
-from tests.e2e.cluster import Cluster, Reply, Worker, request
+from tests.e2e.cluster import Cluster
+from tests.e2e.member import Reply, Worker, request
 from tests.waiting import promised
 
 PICTURE = file(quad())

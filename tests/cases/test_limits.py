@@ -23,7 +23,8 @@ from epd.transfer.checksum import checksum
 from epd.transfer.contract import Handle, Span
 from prefill.ticket import Admitted, FirstToken
 from tests.cases.pictures import body, file, quad, solid, text
-from tests.e2e.cluster import Cluster, request
+from tests.e2e.cluster import Cluster
+from tests.e2e.member import request
 from tests.unit import prefill_bench
 from tests.unit.fake_stage import IMAGE, FakeLm, FakeMemory, prefill_job
 from tests.waiting import LIMIT_S, promised

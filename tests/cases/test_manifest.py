@@ -31,7 +31,8 @@ from epd import images
 from epd.config import LimitsConfig
 from tests.cases.memory import peak_growth
 from tests.cases.pictures import ask, distance, file, image_tokens, quad, refused
-from tests.e2e.cluster import Cluster, Reply
+from tests.e2e.cluster import Cluster
+from tests.e2e.member import Reply
 
 MOST_OFF = 8.0
 """Difference of mean colours that JPEG decoders may have."""

@@ -19,7 +19,8 @@ import psutil
 import pytest
 
 from tests.cases.pictures import body, counter, file, noise, solid, text
-from tests.e2e.cluster import Cluster, Reply, request
+from tests.e2e.cluster import Cluster
+from tests.e2e.member import Reply, request
 from tests.waiting import promised, soon
 
 Body = dict[str, Any]

@@ -32,7 +32,8 @@ from tests.cases.pictures import (
     solid,
     text,
 )
-from tests.e2e.cluster import DEMO_CHECKPOINT, Cluster, Reply, request
+from tests.e2e.cluster import DEMO_CHECKPOINT, Cluster
+from tests.e2e.member import Reply, request
 from tests.waiting import LIMIT_S, promised
 
 PICTURE = file(quad())

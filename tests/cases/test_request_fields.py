@@ -17,9 +17,10 @@ from epd.jobs import Stage
 from protos.epd.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.cases.pictures import body as question
 from tests.cases.pictures import file, quad, text
-from tests.e2e.cluster import Cluster, request
+from tests.e2e.cluster import Cluster
 from tests.e2e.gateway_house import CHAT, House, raw
 from tests.e2e.http_client import Reply, post
+from tests.e2e.member import request
 
 PICTURE = file(quad())
 SCHEMA = {

@@ -23,7 +23,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from epd.child import command_line
 from tests.cases.pictures import body, file, fresh, noise, text
 from tests.cases.test_pressure import Leaver
-from tests.e2e.cluster import DEMO_CHECKPOINT, GATEWAY, ROOT, STAGES, Cluster, Reply, request
+from tests.e2e.cluster import DEMO_CHECKPOINT, GATEWAY, ROOT, STAGES, Cluster
+from tests.e2e.member import Reply, request
 from tests.ports import free_ports
 from tests.waiting import LIMIT_S, block_until, promised
 

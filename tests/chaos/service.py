@@ -19,16 +19,8 @@ import trustme
 
 from tests.certificates import Identity
 from tests.chaos.wire import Wire
-from tests.e2e.cluster import (
-    DEMO_CHECKPOINT,
-    GATEWAY,
-    MUST_BE_ZERO,
-    STAGES,
-    Cluster,
-    Worker,
-    request,
-    still_runs,
-)
+from tests.e2e.cluster import DEMO_CHECKPOINT, GATEWAY, MUST_BE_ZERO, STAGES, Cluster
+from tests.e2e.member import Worker, request, still_runs
 from tests.netns import Network, Node, Unavailable
 from tests.ports import free_ports
 from tests.waiting import LIMIT_S

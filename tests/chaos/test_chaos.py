@@ -15,7 +15,7 @@ from tests.chaos.questions import Question
 from tests.chaos.run import Report, hurt
 from tests.chaos.service import Place
 from tests.chaos.traffic import Traffic
-from tests.e2e.cluster import Worker
+from tests.e2e.member import Worker
 
 MINUTES = float(os.environ.get("EPD_CHAOS_MINUTES", "2"))
 

@@ -14,7 +14,7 @@ from openai import OpenAI
 
 from epd.models.spec import read_spec
 from epd.models.weights import read_header, weight_files
-from tests.e2e.cluster import DEMO_CHECKPOINT, ROOT, STAGES, Cluster, request
+from tests.e2e.cluster import DEMO_CHECKPOINT, ROOT, STAGES, Cluster
 from tests.e2e.conftest import (
     COLOUR,
     PICTURES,
@@ -24,6 +24,7 @@ from tests.e2e.conftest import (
     picture,
     user,
 )
+from tests.e2e.member import request
 
 BYTES = {"float32": 4, "bfloat16": 2}
 

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.e2e.cluster import GATEWAY, STAGES, Cluster, Reply
+from tests.e2e.cluster import GATEWAY, STAGES, Cluster
 from tests.e2e.conftest import MakeCluster, grey_png, user
+from tests.e2e.member import Reply
 from tests.netns import LAN, Link, Network, Node, open_network
 from tests.waiting import promised
 

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.cluster import STAGES, Cluster, Reply, request
+from tests.e2e.cluster import STAGES, Cluster
 from tests.e2e.conftest import MakeCluster, grey_png, user
+from tests.e2e.member import Reply, request
 from tests.waiting import promised
 
 

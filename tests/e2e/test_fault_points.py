@@ -8,8 +8,9 @@ import re
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Reply
+from tests.e2e.cluster import Cluster
 from tests.e2e.conftest import MakeCluster, grey_png, user
+from tests.e2e.member import Reply
 
 pytestmark = pytest.mark.long
 SETTINGS = {"transfer.read_deadline_s": 1.0, "transfer.quarantine_margin_s": 0.2}

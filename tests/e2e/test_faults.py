@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Reply
+from tests.e2e.cluster import Cluster
 from tests.e2e.conftest import MakeCluster, picture, user
+from tests.e2e.member import Reply
 
 FAULTS = {
     "prefill": {"EPD_FAULTS": "transfer.fail"},

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from tests.e2e.cluster import Cluster, request
+from tests.e2e.cluster import Cluster
 from tests.e2e.conftest import COLOUR, answer, grey_png, picture, user
+from tests.e2e.member import request
 
 
 def _bad_bodies() -> dict[str, tuple[dict[str, Any], str, str]]:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.e2e.cluster import DEMO_CHECKPOINT, ROOT, request, still_runs
+from tests.e2e.cluster import DEMO_CHECKPOINT, ROOT
 from tests.e2e.conftest import COLOUR, picture, user
+from tests.e2e.member import request, still_runs
 from tests.waiting import LIMIT_S
 
 SHARED = Path("/dev/shm")

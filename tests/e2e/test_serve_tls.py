@@ -21,7 +21,8 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.certificates import Identity
-from tests.e2e.cluster import DEMO_CHECKPOINT, ROOT, request, still_runs
+from tests.e2e.cluster import DEMO_CHECKPOINT, ROOT
+from tests.e2e.member import request, still_runs
 from tests.waiting import LIMIT_S
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import STAGES, Cluster, Reply, Worker, request
+from tests.e2e.cluster import STAGES, Cluster
 from tests.e2e.conftest import grey_png, user
+from tests.e2e.member import Reply, Worker, request
 from tests.waiting import block_until
 
 STALL_S, WEDGED_S = 1.0, 3.0
