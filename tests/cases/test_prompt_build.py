@@ -11,11 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
-from epd.config import LimitsConfig
 from epd.errors import EpdError
 from epd.models.processor import Processor
 from epd.models.spec import read_spec
-from gateway.content import read_messages
 from protos.epd.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.cases.pictures import (
     ask,
@@ -28,13 +26,12 @@ from tests.cases.pictures import (
     part,
     prompt_tokens,
     quad,
-    refused,
     solid,
     text,
 )
 from tests.e2e.cluster import DEMO_CHECKPOINT, Cluster
 from tests.e2e.member import Reply, request
-from tests.waiting import LIMIT_S, promised
+from tests.waiting import LIMIT_S
 
 PICTURE = file(quad())
 SAME = 1e-3
@@ -236,61 +233,6 @@ def test_prm_06_each_picture_is_where_its_part_is(cluster: Cluster) -> None:
     assert distance(first, other) > SAME
 
 
-def test_prm_07_images_in_a_system_message(cluster: Cluster) -> None:
-    user = {"role": "user", "content": "What is in the picture?"}
-    system = {"role": "system", "content": [part(data_url(PICTURE))]}
-    with_image = cluster.chat({"messages": [system, user], "max_tokens": 1})
-    assert image_tokens(with_image) == image_tokens(said(cluster, PICTURE))
-    bad = {"role": "system", "content": [part(data_url(b"none"))]}
-    refused(cluster.chat({"messages": [bad, user]}), "no picture")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function"])
-def test_prm_08_role_and_content_matrix(cluster: Cluster, role: str, stream: bool) -> None:
-    """Each pair is served with the image counted, or refused by name; never dropped."""
-    contents: list[Any] = ["text", None, [], [text("a"), text("b")], [part(data_url(PICTURE))]]
-    for content in contents:
-        message: dict[str, Any] = {"role": role, "content": content}
-        if role == "tool":
-            message["tool_call_id"] = "call_1"
-        user = {"role": "user", "content": "Hi"}
-        asked = {"messages": [user, message, user], "max_tokens": 1, "stream": stream}
-        reply = cluster.chat(asked)
-        assert reply.status in (200, 400), reply.body
-        if reply.status == 400:
-            assert reply.error["param"].startswith("messages[1]")
-        elif not stream and content == contents[-1]:
-            assert image_tokens(reply) > 0
-
-
-def test_prm_10_image_bytes_never_become_text(cluster: Cluster) -> None:
-    url = data_url(PICTURE)
-    assert prompt_tokens(said(cluster, part(url))) < 60
-    untyped = {"image_url": {"url": url}}
-    refused(said(cluster, untyped), "type", "messages[0].content[0].type", "invalid_request")
-    as_text = said(cluster, text(url))
-    assert as_text.status == 200
-    assert image_tokens(as_text) == 0
-    for content in ("data:image/png;base64," + "A" * 200_000, [text("B" * 200_000)]):
-        asked = {"messages": [{"role": "user", "content": content}]}
-        replies = [cluster.chat(asked) for _ in range(3)]
-        for reply in replies:
-            refused(reply, "context", "messages", "context_length_exceeded")
-        # The quickest: what else this machine does is no fault of the text.
-        assert min(reply.seconds for reply in replies) < promised(1)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_prm_11_no_input_at_all(cluster: Cluster, stream: bool) -> None:
-    for content in ("", "  ", "\n\t", [], [text("")], [text("  ")]):
-        asked = {"messages": [{"role": "user", "content": content}], "stream": stream}
-        refused(cluster.chat(asked), "text or an image", "messages", "invalid_request")
-    empty = cluster.chat({"messages": [], "stream": stream})
-    refused(empty, "empty", "messages", "invalid_request")
-    assert said(cluster, PICTURE).status == 200, "an image alone is input"
-
-
 def prefill_job(cluster: Cluster, token_ids: list[int], rows: int) -> prefill_pb2.PrefillJob:
     """A job as a gateway would send it, with one image of `rows` rows (0: none)."""
     fingerprint = request(cluster.address, "/v1/models").json["data"][0]["fingerprint"]
@@ -366,52 +308,6 @@ def test_prm_12_empty_prompts(cluster: Cluster, api: gateway_pb2_grpc.GatewayStu
         chat_over_grpc(api, "")
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert said(cluster, text("Hi")).status == 200
-
-
-def test_prm_13_empty_turns_of_others(cluster: Cluster) -> None:
-    a, b = {"role": "user", "content": "A"}, {"role": "user", "content": "B"}
-
-    def status(*messages: dict[str, Any]) -> int:
-        return cluster.chat({"messages": list(messages), "max_tokens": 1}).status
-
-    assert status(a, {"role": "assistant", "content": ""}, b) == 200
-    assert status({"role": "system", "content": ""}, a) == 200
-    assert status(a, {"role": "assistant", "content": []}, b) == 200
-    assert status(a, {"role": "assistant", "content": None}, b) == 400
-    assert status(a, {"role": "assistant"}, b) == 400
-
-
-CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-
-
-def test_prm_13_calls_without_content(cluster: Cluster) -> None:
-    """Read for models whose template takes tools; the demo's is named as the reason."""
-    user = {"role": "user", "content": "A"}
-    calls = [{"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    result = {"role": "tool", "tool_call_id": "c1", "content": "done"}
-    assert len(read_messages([user, *calls, result, user], LimitsConfig()).messages) == 4
-    with pytest.raises(EpdError, match="content"):
-        read_messages([user, {"role": "assistant", "content": None}, user], LimitsConfig())
-    reply = cluster.chat({"messages": [user, *calls, result, user], "max_tokens": 1})
-    refused(reply, "takes no tools", "messages[1].tool_calls", "invalid_request")
-
-
-def test_prm_08_content_of_tool_results() -> None:
-    """Text, as a string or in parts; what is refused is named, an image never dropped."""
-    user = {"role": "user", "content": "A"}
-    calls = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-
-    def read(content: Any) -> int | str:
-        result = {"role": "tool", "tool_call_id": "c1", "content": content}
-        try:
-            return len(read_messages([user, calls, result], LimitsConfig()).images)
-        except EpdError as error:
-            return str(error.param)
-
-    assert read("done") == 0
-    assert read([text("a"), text("b")]) == 0
-    assert read([part(data_url(PICTURE))]) == 1
-    assert read(None) == "messages[2].content"
 
 
 @pytest.mark.parametrize("run", [0, 1, 8, 9, 10, 18])
