@@ -186,7 +186,7 @@ def _load(
     checkpoint: str | None, file: Path | None, settings: list[str] | None, flags: dict[str, Any]
 ) -> Config:
     """File, environment, --set, then the named flags."""
-    from epd.config import load_config
+    from epd.config_sources import load_config
     from epd.errors import invalid
 
     values: dict[str, Any] = {}

@@ -160,7 +160,7 @@ def test_url_05_an_explicit_allowance(cluster: Cluster, site: Site) -> None:
 
 
 def test_url_05_off_unless_turned_on(site: Site, tmp_path: Path) -> None:
-    from epd.config import load_config
+    from epd.config_sources import load_config
 
     assert load_config(environ={}).fetch.mode == "off"
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from epd.config import Config, load_config
+from epd.config import Config
+from epd.config_sources import load_config
 from epd.jobs import DecodeJob, ImageItem, PrefillJob, SamplingParams
 from epd.kv.layout import KvLayout, LayerShape
 from epd.kv.pool import KvPool

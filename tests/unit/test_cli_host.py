@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from epd import host
-from epd.config import Config, load_config
+from epd.config import Config
+from epd.config_sources import load_config
 from epd.cpus import joined
 from epd.errors import EpdError, invalid
 

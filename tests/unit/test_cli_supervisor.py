@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from epd import child as child_module
-from epd.config import ServeConfig, load_config
+from epd.config import ServeConfig
+from epd.config_sources import load_config
 from epd.errors import EpdError
 from epd.supervisor import Supervisor, planned
 from tests.waiting import block_until, until

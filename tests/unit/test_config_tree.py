@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from epd.child import child_environment, command_line
-from epd.config import Config, load_config
+from epd.config import Config
+from epd.config_sources import load_config
 from epd.errors import EpdError
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from epd import doctor
-from epd.config import Config, load_config
+from epd.config import Config
+from epd.config_sources import load_config
 from epd.doctor import Finding, Level
 from epd.errors import EpdError, invalid
 from epd.wheel import require_mooncake, torch_cuda_major, wheel_problem

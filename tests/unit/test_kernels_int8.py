@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from epd.config import load_config
+from epd.config_sources import load_config
 from epd.errors import EpdError
 from epd.handoff import kv_contract
 from epd.kv.pool import KvPool

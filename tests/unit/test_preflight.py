@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from epd import preflight
-from epd.config import Config, load_config
+from epd.config import Config
+from epd.config_sources import load_config
 from epd.errors import EpdError
 from epd.models.families import PROVEN
 from epd.supervisor import fixed_ports, run

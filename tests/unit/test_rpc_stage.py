@@ -13,7 +13,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from epd.config import Config, load_config
+from epd.config import Config
+from epd.config_sources import load_config
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from epd.runtime import stage as stage_module
