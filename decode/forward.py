@@ -26,20 +26,6 @@ class Runner:
         self._pool = pool
         self._sampler = Sampler(lm.spec.vocab_size)
 
-    def warm_up(self) -> None:
-        """One forward before anybody waits: pages in the weights, builds kernels.
-        Block 0 is free then, and cleared again."""
-        tokens = self._pool.layout.block_tokens
-        ordinary = 0 if self._lm.spec.image_token_id != 0 else 1
-        batch = ForwardBatch(
-            token_ids=torch.full((tokens,), ordinary),
-            positions=self._lm.continuation(0, tokens, 0),
-            sequences=[SequenceSlice(tokens, tokens, [0])],
-            select=torch.tensor([tokens - 1]),
-        )
-        self._lm.forward(batch, self._pool)
-        self._pool.zero_tail(0, 0)
-
     def run(self, work: Sequence[tuple[Slot, Ticket]]) -> list[SampledToken | EpdError]:
         """The next token of every sequence; changes nothing but the pool.
 

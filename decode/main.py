@@ -26,13 +26,7 @@ async def build(shared: Resources) -> Part:
     context = max_context(config, lm.spec, pool_tokens)
     worker = DecodeWorker(config, lm, memory, shared.kv, context, shared.thread)
     worker.warm_up()
-    facts = ModelFacts(
-        fingerprint=lm.spec.fingerprint,
-        vocab_size=lm.spec.vocab_size,
-        image_token_id=lm.spec.image_token_id,
-        max_context=context,
-        max_images=config.limits.max_images,
-    )
+    facts = ModelFacts.of(lm.spec, context, config.limits)
 
     def add_service(server: Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(

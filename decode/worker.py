@@ -31,6 +31,7 @@ from epd.jobs import DecodeJob, FinishReason, SampledToken, Stage
 from epd.kv.prefix import BlockChain
 from epd.kv.store import KvStore
 from epd.models.lm import LanguageModel
+from epd.models.warm_up import warm_up
 from epd.obs import metrics
 from epd.rpc.status import internal
 from epd.runtime.group import Description, Load
@@ -89,7 +90,7 @@ class DecodeWorker(StageWorker[Ticket]):
 
     def warm_up(self) -> None:
         """Before the first request: it should not pay for a cold start."""
-        self._runner.warm_up()
+        warm_up(self._lm, self._kv.pool)
         self._lm.prepare_decode(self._kv.pool, self._config.decode.max_running, self._max_context)
 
     # -- one request --------------------------------------------------------

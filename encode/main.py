@@ -32,13 +32,7 @@ async def build(shared: Resources) -> Part:
     )
     shared.memory.may_quarantine(config.encode.arena_mib << 19)
     worker = EncodeWorker(config, encoder, pictures, shared.memory, shared.thread)
-    facts = ModelFacts(
-        fingerprint=encoder.spec.fingerprint,
-        vocab_size=encoder.spec.vocab_size,
-        image_token_id=encoder.spec.image_token_id,
-        max_context=encoder.spec.max_positions,
-        max_images=config.limits.max_images,
-    )
+    facts = ModelFacts.of(encoder.spec, encoder.spec.max_positions, config.limits)
 
     def add_service(server: Server) -> None:
         encode_pb2_grpc.add_EncodeServicer_to_server(

@@ -25,6 +25,7 @@ from epd.handoff import embedding_bytes
 from epd.jobs import PrefillJob, SampledToken, Stage
 from epd.kv.store import KvStore
 from epd.models.lm import LanguageModel
+from epd.models.warm_up import warm_up
 from epd.obs import metrics
 from epd.rpc.status import internal
 from epd.runtime.group import Description, Load
@@ -99,7 +100,7 @@ class PrefillWorker(StageWorker[Ticket]):
 
     def warm_up(self) -> None:
         """Before the first request: it should not pay for a cold start."""
-        self._runner.warm_up()
+        warm_up(self._lm, self._kv.pool)
 
     # -- one request --------------------------------------------------------
 

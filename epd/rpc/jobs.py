@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from epd.config import LimitsConfig
 from epd.errors import EpdError, ErrorKind, invalid, too_many
 from epd.jobs import DecodeJob, EncodeJob, ImageItem, PrefillJob
+from epd.models.spec import ModelSpec
 from epd.rpc.convert import (
     item_from_proto,
     item_to_proto,
@@ -37,6 +39,12 @@ class ModelFacts:
     max_context: int
     """Most tokens of prompt and output of one request."""
     max_images: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, max_context: int, limits: LimitsConfig) -> ModelFacts:
+        return cls(
+            spec.fingerprint, spec.vocab_size, spec.image_token_id, max_context, limits.max_images
+        )
 
 
 class _Head(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import itertools
 import json
 import struct
@@ -16,6 +15,8 @@ from PIL import Image, ImageDraw
 
 from tests.e2e.cluster import Cluster
 from tests.e2e.member import Reply
+from tests.unit.pictures import chunk, noise  # noqa: F401 (passed on)
+from tests.unit.pictures import encoded as file
 
 QUESTION = "Describe the image."
 URL_PARAM = "messages[0].content[0].image_url.url"
@@ -34,23 +35,6 @@ def quad(width: int = 96, height: int = 64) -> Image.Image:
 
 def solid(colour: str, size: tuple[int, int] = (64, 64)) -> Image.Image:
     return Image.new("RGB", size, colour)
-
-
-def noise(width: int, height: int, seed: int = 0) -> Image.Image:
-    rng = np.random.default_rng(seed)
-    return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
-def file(picture: Image.Image, format: str = "PNG", **options: Any) -> bytes:
-    stream = io.BytesIO()
-    picture.save(stream, format, **options)
-    return stream.getvalue()
-
-
-def chunk(kind: bytes, content: bytes) -> bytes:
-    """One chunk of a PNG file."""
-    checksum = zlib.crc32(kind + content)
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
 
 
 def png(width: int, height: int, depth: int, colour: int, rows: bytes) -> bytes:

@@ -61,11 +61,6 @@ def stages(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield running
 
 
-@pytest.fixture(scope="module")
-def planner(checkpoint: Path) -> Planner:
-    return Planner(checkpoint)
-
-
 async def test_requests_that_are_pushed_out_come_again_and_lose_nothing(
     stages: Stages, planner: Planner
 ) -> None:
