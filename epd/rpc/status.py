@@ -24,7 +24,6 @@ _MOST_MESSAGE, _MOST_PARAM = 1000, 160
 field twice, and a client may drop a call whose last metadata have more than 8 KiB."""
 Metadata = Sequence[tuple[str, str | bytes]]
 
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
 _FROM_CODE: dict[grpc.StatusCode, ErrorKind] = {
     grpc.StatusCode.INVALID_ARGUMENT: ErrorKind.INVALID_REQUEST,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorKind.OVERLOADED,

@@ -51,9 +51,6 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
-TOKENIZERS = {"byte level": byte_level, "byte fallback": byte_fallback}
-
-
 def spelled(*parts: str | int) -> list[int]:
     """Words of `WORDS` as one token, other strings and numbers byte by byte."""
     tokenizer = byte_level()
