@@ -18,6 +18,9 @@ JOBS   ?= $(shell env -u OMP_NUM_THREADS nproc)
 # Of those that do: each has a service, as many processes as a small machine has cores. They
 # wait more than they compute.
 PAIR   := $(if $(filter 0 1,$(JOBS)),$(JOBS),2)
+# Files in the order of their names: xdist would rather begin with files of many tests, and the long
+# ones, which have few, would be last.
+FILES  := --dist loadfile --no-loadscope-reorder
 CHAOS_ARGS  ?= --minutes 60
 SOAK_ARGS   ?= --requests 10000
 STORM_ARGS  ?=
@@ -51,23 +54,23 @@ demo: $(READY) ## start all services, ask about a picture, show the answer and w
 test: test-unit test-cases test-parity test-e2e test-chaos ## all tests: unit, real cases, parity, end to end, chaos
 
 test-unit: $(READY) ## fast tests, no processes
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not long" tests/unit $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) $(FILES) -m "not long" tests/unit $(PYTEST_ARGS)
 
 test-cases: $(READY) ## faults met in public with systems of this kind (docs/cases.md), and real clients
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not long" tests/cases tests/contract $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) $(FILES) -m "not long" tests/cases tests/contract $(PYTEST_ARGS)
 
 test-parity: $(READY) ## numbers against transformers
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not long" tests/parity $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) $(FILES) -m "not long" tests/parity $(PYTEST_ARGS)
 
 # Gateways over scripted stages: they hurt nobody, so they run beside each other.
 SCRIPTED := $(wildcard tests/e2e/test_gateway_*.py) tests/e2e/test_client.py
 
 test-e2e: $(READY) ## real processes over Mooncake, and the gateway over scripted stages
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not long" $(SCRIPTED) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -q -n $(PAIR) --dist loadfile -m "not long" tests/e2e $(SCRIPTED:%=--ignore=%) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) $(FILES) -m "not long" $(SCRIPTED) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(PAIR) $(FILES) -m "not long" tests/e2e $(SCRIPTED:%=--ignore=%) $(PYTEST_ARGS)
 
 test-chaos: $(READY) ## real processes, hurt on purpose
-	$(BIN)/python -m pytest -q -n $(PAIR) --dist loadfile -m "not long" tests/chaos $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(PAIR) $(FILES) -m "not long" tests/chaos $(PYTEST_ARGS)
 
 test-long: $(READY) ## what `make test` leaves out for time: more families, topologies and fault points
 	$(BIN)/python -m pytest -q -m long --hypothesis-profile=explore tests/parity tests/e2e tests/chaos $(PYTEST_ARGS)
