@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from epd.rpc.status import internal
 from gateway.access_log import OPEN_PATHS
 from gateway.budget import GREED
 from gateway.outcomes import STAGE, count
+from gateway.retries import retry_headers
 
 _log = logging.getLogger(__name__)
 ANSWER_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
@@ -195,9 +195,7 @@ class AccessControl:
 async def _refuse(error: EpdError, send: Send) -> None:
     metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
     headers = [(b"content-type", b"application/json")]
-    if error.retry_after_s is not None:
-        seconds = max(1, math.ceil(error.retry_after_s))
-        headers.append((b"retry-after", str(seconds).encode()))
+    headers += [(name.encode(), value.encode()) for name, value in retry_headers(error).items()]
     if error.kind is ErrorKind.UNAUTHENTICATED:
         headers.append((b"www-authenticate", b"Bearer"))
     body = orjson.dumps(error.openai_body())

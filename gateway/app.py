@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -39,6 +38,7 @@ from gateway.responses import (
     unless_gone,
 )
 from gateway.responses_api import ResponseEncoder
+from gateway.retries import retry_headers
 from gateway.schema import ChatCall
 from gateway.tokens import detokenize, tokenize
 
@@ -86,7 +86,8 @@ def build_app(service: ChatService, bodies: BodyReader, fingerprint: str) -> Fas
         # Starlette's own routes: FastAPI's would look for arguments to fill in first.
         app.add_route(path, endpoint, methods=["POST"])
 
-    @app.get("/version")
+    # Probes ask with HEAD as well.
+    @app.api_route("/version", methods=["GET", "HEAD"])
     async def version() -> Response:
         return _json({"version": __version__})
 
@@ -118,11 +119,11 @@ def build_app(service: ChatService, bodies: BodyReader, fingerprint: str) -> Fas
             "output_modalities": ["text"],
         }
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         return _json({"status": "ok"})
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=["GET", "HEAD"])
     async def ready() -> Response:
         stages = {str(stage): len(registry.live(stage)) for stage in Stage}
         reason = why_not_ready(service)
@@ -131,7 +132,7 @@ def build_app(service: ChatService, bodies: BodyReader, fingerprint: str) -> Fas
         body = {"status": state, "live_workers": stages}
         return _json(body, 503 if reason else 200)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=["GET", "HEAD"])
     async def metric_page() -> Response:
         for what, value in counts(service).items():
             metrics.STATE.labels(STAGE, what).set(value)
@@ -284,8 +285,7 @@ def _json(body: dict[str, Any], status: int = 200) -> Response:
 def error_response(error: EpdError) -> Response:
     """OpenAI's error object with the table's status."""
     response = _json(error.openai_body(), error.mapping.http_status)
-    if error.retry_after_s is not None:
-        response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    response.headers.update(retry_headers(error))
     return response
 
 

@@ -40,6 +40,7 @@ _LINGER_S = 5.0
 """For these states there is nothing to wait for but good manners."""
 _RETRY_S = 1
 _UPGRADE = re.compile(rb"\r\nUpgrade:", re.IGNORECASE)
+_BEGUN = re.compile(rb"\r(\n(\r|U(p(g(r(a(de?)?)?)?)?)?)?)?\Z", re.IGNORECASE)
 _REASONS = {
     400: "Bad Request",
     408: "Request Timeout",
@@ -75,6 +76,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._messages = 0
         self._resumed = 0
         self._in_body = False
+        self._held = b""
+        """The end of what came of a head, where a name that is to be hidden may begin."""
         self._seen: tuple[Any, ...] = ()
         self._since = 0.0
         self._began = time.monotonic()
@@ -90,7 +93,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._silent += len(data)
         if not (self._in_body or self._answering):
-            data = _without_upgrade(data)
+            data, self._held = _without_upgrade(self._held + data)
         super().data_received(data)
         if self._silent > self.bounds.head_bytes and not self.transport.is_closing():
             self._refuse_head()
@@ -217,10 +220,17 @@ def _unframed(cycle: RequestResponseCycle) -> None:
     cycle.send = send  # type: ignore[method-assign]
 
 
-def _without_upgrade(data: bytes) -> bytes:
-    """The same bytes, but that no header of the head they begin with is called Upgrade."""
+def _without_upgrade(data: bytes) -> tuple[bytes, bytes]:
+    """The same bytes, but that no header of the head they begin with is called Upgrade; and
+    the end of them that may be the beginning of such a name, or of the head's end."""
     head, end, rest = data.partition(b"\r\n\r\n")
-    return _UPGRADE.sub(b"\r\nIgnored:", head) + end + rest if _UPGRADE.search(head) else data
+    if _UPGRADE.search(head):
+        head = _UPGRADE.sub(b"\r\nIgnored:", head)
+    if end:
+        return head + end + rest, b""
+    held = _BEGUN.search(head)
+    at = held.start() if held else len(head)
+    return head[:at], head[at:]
 
 
 def bounded(bounds: Bounds) -> type[BoundedProtocol]:

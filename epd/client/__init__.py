@@ -56,7 +56,7 @@ __all__ = [
     "user",
 ]
 
-_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+_Options = Sequence[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,10 @@ class Client:
     `api_key` is sent as a bearer token; `credentials` (of grpc) make it TLS. Options of
     `chat`, `stream` and `complete` are the fields of `GenerationOptions` in gateway.proto.
     `tool_choice` is "auto", "none", "required", or a tool's name.
+
+    Without `timeout_s` the gateway's deadline ends a call. A gateway that is gone without a
+    word (a cut link, a stopped machine) keeps none waiting: while there are calls it is asked
+    for a sign of life every `keepalive_s`, and has half of that to answer.
     """
 
     def __init__(
@@ -84,11 +88,13 @@ class Client:
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         timeout_s: float | None = None,
+        keepalive_s: float = 20.0,
     ) -> None:
+        options = _channel_options(keepalive_s)
         if credentials is None:
-            self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+            self._channel = grpc.insecure_channel(address, options=options)
         else:
-            self._channel = grpc.secure_channel(address, credentials, options=_OPTIONS)
+            self._channel = grpc.secure_channel(address, credentials, options=options)
         self._stub: Any = pb_grpc.GatewayStub(self._channel)
         self._call = _call_options(api_key, timeout_s)
 
@@ -199,11 +205,13 @@ class AsyncClient:
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         timeout_s: float | None = None,
+        keepalive_s: float = 20.0,
     ) -> None:
+        options = _channel_options(keepalive_s)
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(address, options=options)
         else:
-            self._channel = grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+            self._channel = grpc.aio.secure_channel(address, credentials, options=options)
         self._stub: Any = pb_grpc.GatewayStub(self._channel)
         self._call = _call_options(api_key, timeout_s)
 
@@ -299,6 +307,18 @@ def _tokenize(content: str | Sequence[pb.Message]) -> pb.TokenizeRequest:
     if isinstance(content, str):
         return pb.TokenizeRequest(text=content)
     return pb.TokenizeRequest(messages=content)
+
+
+def _channel_options(keepalive_s: float) -> _Options:
+    period = int(keepalive_s * 1000)
+    return [
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.keepalive_time_ms", period),
+        ("grpc.keepalive_timeout_ms", period // 2),
+        # Also where an answer takes its time: the gateway allows it (`rpc.keepalive_s`).
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
 
 
 def _call_options(api_key: str | None, timeout_s: float | None) -> dict[str, Any]:

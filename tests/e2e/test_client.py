@@ -17,6 +17,7 @@ from epd.errors import EpdError, ErrorKind
 from epd.jobs import FinishReason
 from tests.e2e.fake_stages import hang
 from tests.e2e.gateway_house import House
+from tests.waiting import promised, soon
 
 
 def picture() -> bytes:
@@ -87,6 +88,51 @@ async def test_a_stream_that_is_left_is_cancelled(house: House) -> None:
         await stream.aclose()  # type: ignore[attr-defined]
         await house.settled()
     assert "decode: Cancel" in house.journal
+
+
+class Cable:
+    """Carries bytes between a client and a gateway until it is `cut`: then neither hears of
+    the other any more, nor of an end."""
+
+    def __init__(self, gateway: str) -> None:
+        self._host, _, port = gateway.rpartition(":")
+        self._port = int(port)
+        self.cut = False
+        self._ends: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> str:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *_: object) -> None:
+        for writer in self._ends:
+            writer.close()
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(self._host, self._port)
+        self._ends += [writer, back]
+        await asyncio.gather(self._carry(reader, back), self._carry(there, writer))
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            if not self.cut:
+                writer.write(data)
+
+
+async def test_a_gateway_that_is_gone_without_a_word_keeps_nobody_waiting(house: House) -> None:
+    house.script.hooks["decode.token"] = hang
+    cable = Cable(house.grpc)
+    async with cable as address, AsyncClient(address, keepalive_s=0.5) as client:
+        stream = client.stream([user("a")])
+        await anext(stream)
+        cable.cut = True
+        with (
+            soon(promised(30), instead_of="the request's deadline"),
+            pytest.raises(EpdError) as caught,
+        ):
+            await anext(stream)
+    assert caught.value.kind is ErrorKind.STAGE_UNAVAILABLE
 
 
 async def test_structured_output_over_grpc(house: House) -> None:

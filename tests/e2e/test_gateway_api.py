@@ -10,12 +10,13 @@ import openai
 import pytest
 
 from epd.config import Config
+from epd.errors import ErrorKind
 from epd.jobs import Stage
 from epd.rpc.channels import dial
 from epd.rpc.membership_client import MembershipClient
 from gateway.main import Loaded
 from protos.epd.v1 import membership_pb2
-from tests.e2e.fake_stages import Call, hang
+from tests.e2e.fake_stages import Call, fail, hang
 from tests.e2e.gateway_house import CHAT, House, body, config
 from tests.e2e.http_client import Connection, Reply, get, post
 from tests.waiting import LIMIT_S, until
@@ -136,6 +137,36 @@ async def test_unknown_routes_and_methods_answer_in_json(house: House) -> None:
     error_of(await get(house.http, CHAT), 405)
     error_of(await get(house.http, "/v1/models/other"), 404)
     assert (await get(house.http, "/v1/models/demo")).json()["id"] == "demo"
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/version"])
+async def test_probes_may_ask_with_head(house: House, path: str) -> None:
+    whole = await get(house.http, path)
+    reply = await (await Connection.send(house.http, "HEAD", path)).reply()
+    assert (reply.status, reply.body) == (whole.status, b"")
+    assert reply.headers["content-type"] == whole.headers["content-type"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"), [(ErrorKind.INTERNAL, 1), (ErrorKind.DEADLINE_EXCEEDED, 1)]
+)
+async def test_openais_client_does_not_ask_again_in_vain(
+    house: House, kind: ErrorKind, asked: int
+) -> None:
+    house.script.hooks["prefill.job"] = fail(kind)
+    client = openai.AsyncOpenAI(base_url=f"http://{house.http}/v1", api_key="x", max_retries=2)
+    async with client:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(**body())
+    assert caught.value.response.headers["x-should-retry"] == "false"
+    assert len(house.script.jobs_of(Stage.PREFILL)) == asked
+
+
+async def test_what_may_pass_may_be_asked_again(empty: House) -> None:
+    reply = await post(empty.http, CHAT, body())
+    assert reply.status == 503
+    assert "x-should-retry" not in reply.headers
+    assert int(reply.headers["retry-after"]) >= 1
 
 
 async def test_a_path_with_a_slash_too_many_leads_nowhere_else(house: House) -> None:

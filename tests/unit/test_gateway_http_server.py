@@ -1,4 +1,4 @@
-"""The HTTP port's sockets."""
+"""The HTTP port's sockets, and what is hidden from its parser."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 from fastapi import FastAPI
 
 from epd.config import GatewayConfig
+from gateway.http_protocol import _without_upgrade
 from gateway.http_server import HttpServer
 from tests.waiting import until
 
@@ -26,3 +27,22 @@ async def test_small_writes_leave_at_once() -> None:
     finally:
         writer.close()
         await server.stop()
+
+
+def test_an_offer_of_another_protocol_is_hidden_however_the_head_is_cut() -> None:
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nupgradE: h2c\r\nUp: b\r\nX-Upgrade: c\r\n\r\n"
+    hidden = head.replace(b"upgradE:", b"Ignored:")
+    for first in range(len(head)):
+        for second in (first + 1, first + 4, len(head)):
+            pieces, held = (head[:first], head[first:second], head[second:]), b""
+            shown = b""
+            for piece in pieces:
+                data, held = _without_upgrade(held + piece)
+                shown += data
+            assert (shown, held) == (hidden, b"")
+
+
+def test_no_more_of_a_head_is_held_back_than_the_name() -> None:
+    for piece in (b"a: b", b"a: b\r\nUpgraded: c", b"a: b\r\nU: ", b"a: Upgrade"):
+        assert _without_upgrade(piece) == (piece, b"")
+    assert _without_upgrade(b"a: b\r\nUPG") == (b"a: b", b"\r\nUPG")

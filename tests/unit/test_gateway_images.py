@@ -36,7 +36,7 @@ class Web:
         self.asked: list[str] = []
         self.left: list[str] = []
 
-    async def fetch(self, url: str, param: str) -> bytes:
+    async def fetch(self, url: str, param: str, client: bytes) -> bytes:
         self.asked.append(url)
         try:
             if url.endswith("slow"):
