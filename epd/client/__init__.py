@@ -316,6 +316,8 @@ def _channel_options(keepalive_s: float) -> _Options:
         ("grpc.max_receive_message_length", -1),
         ("grpc.keepalive_time_ms", period),
         ("grpc.keepalive_timeout_ms", period // 2),
+        # What gRPC 1.85 really waits for an answer; a minute by itself.
+        ("grpc.http2.ping_timeout_ms", period // 2),
         # Also where an answer takes its time: the gateway allows it (`rpc.keepalive_s`).
         ("grpc.http2.max_pings_without_data", 0),
     ]
