@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from epd.config import Config, GatewayConfig, WorkerConfig
 from epd.errors import EpdError, invalid
 from epd.rpc import tls
+from epd.transfer.wall import Wall
 from epd.wheel import require_mooncake
 
 Port = tuple[str, str, int]
@@ -24,8 +25,8 @@ def check(config: Config, ports: Iterable[Port], *, gateway: bool, worker: bool)
 
     Raises:
         EpdError: a port is taken, a file of the checkpoint is missing or damaged, Mooncake's
-            build is missing or the wrong one, or certificates are; it names the setting, or
-            the file.
+            build is missing or the wrong one, or certificates are, or a network can't be
+            read; it names the setting, or the file.
     """
     for _, problem in tried(ports):
         if problem:
@@ -37,6 +38,7 @@ def check(config: Config, ports: Iterable[Port], *, gateway: bool, worker: bool)
         tls.check(config.rpc, config.worker.host, "worker.host")
         require_mooncake("cpu")
         _require_own("transfer.host", config.transfer.host)
+        Wall.around(config.transfer.host, config.transfer.networks)
     _require_checkpoint(config.model.path)
 
 

@@ -181,6 +181,8 @@ def test_no_build_of_mooncake_or_two(
     ("flags", "key"),
     [
         ({"transfer.host": "192.0.2.1"}, "transfer.host"),
+        ({"transfer.networks": "10.0.0.0/33"}, "transfer.networks"),
+        ({"transfer.networks": "fd00::/8"}, "transfer.networks"),
         ({"worker.host": "0.0.0.0"}, "worker.host"),
         ({"gateway.membership_host": "0.0.0.0"}, "gateway.membership_host"),
         ({"rpc.tls_cert": "/no/cert.pem"}, "rpc.tls_key"),
