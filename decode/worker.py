@@ -35,7 +35,7 @@ from epd.models.warm_up import warm_up
 from epd.obs import metrics
 from epd.rpc.status import internal
 from epd.runtime.group import Description, Load
-from epd.runtime.isolate import run_isolated
+from epd.runtime.isolate import doubtful, run_isolated
 from epd.runtime.kv import num_blocks
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.steps import EngineThread, StepLoop
@@ -293,7 +293,8 @@ class DecodeWorker(StageWorker[Ticket]):
     def _keep(self, slot: Slot, ticket: Ticket, result: SampledToken | EpdError) -> None:
         """Cache the block that the step filled, if it did, whatever becomes of the request."""
         if isinstance(result, EpdError):
-            self._kv.prefix.discard(ticket.chain.hashes)  # it may be the reason
+            if doubtful(result):
+                self._kv.prefix.discard(ticket.chain.hashes)  # it may be the reason
             return
         known = len(ticket.chain.hashes)
         ticket.chain.extend([ticket.last_id])

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from epd.errors import EpdError
 from epd.kv.store import KvStore
 from epd.models.spec import ModelSpec
+from epd.runtime.isolate import doubtful
 from epd.runtime.memory import OwnedMemory
 from prefill.embeddings import Landing
 from prefill.forward import Outcome
@@ -84,7 +84,7 @@ class Holdings:
         """Cache the blocks that the chunk filled, whatever becomes of the request."""
         ticket.sums += outcome.sums
         hashes = ticket.chain.hashes
-        if any(isinstance(token, EpdError) for token in outcome.tokens):
+        if any(doubtful(token) for token in outcome.tokens):
             self._kv.prefix.discard(hashes)  # e.g. its logits are no numbers: don't spread that
             self._landing.doubt(ticket.landing.values())
             return

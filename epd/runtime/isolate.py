@@ -37,6 +37,12 @@ def run_isolated(
         return [_alone(run, one, name_of) for one in batch]
 
 
+def doubtful(result: object) -> bool:
+    """Whether a result makes what it was computed from suspect: a failure, but none that is
+    the user's (a grammar that allows nothing). Else anybody could empty a cache of others."""
+    return isinstance(result, EpdError) and not result.mapping.users_fault
+
+
 def _alone(
     run: Callable[[Sequence[Work]], Sequence[Result]], one: Work, name_of: Callable[[Work], str]
 ) -> Result | EpdError:

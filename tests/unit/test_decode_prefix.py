@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from decode.ticket import Admitted, Finished, KvFetched, TokenMade
-from epd.errors import EpdError, ErrorKind
+from epd.errors import EpdError, ErrorKind, invalid
 from epd.jobs import ImageItem, SampledToken
 from tests.unit.decode_bench import Bench, drain
 from tests.unit.fake_stage import BLOCK, IMAGE, decode_job
@@ -198,6 +199,18 @@ async def test_what_a_failed_sequence_computed_is_not_spread(bench: Bench) -> No
     bench.worker.close(ticket)
     bench.lm.forward = forward  # type: ignore[method-assign]
     assert (await ask(bench, ids))[0] == 0
+
+
+async def test_a_fault_of_the_users_leaves_the_cache_to_the_others(bench: Bench) -> None:
+    ids = list(range(20, 28))
+    await ask(bench, ids)
+    fault = invalid("grammar: allows nothing", "grammar")
+    with patch.object(bench.worker._runner._sampler, "sample", lambda *_: [fault]):
+        ticket = await bench.join(ids)
+        with pytest.raises(EpdError):
+            await drain(ticket)
+        bench.worker.close(ticket)
+    assert (await ask(bench, ids))[0] == 8
 
 
 async def test_a_sequence_that_gave_way_reads_only_what_was_taken_from_it() -> None:

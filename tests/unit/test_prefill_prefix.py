@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from epd.errors import EpdError
+from epd.errors import EpdError, invalid
 from epd.transfer.arena import page_aligned
 from epd.transfer.checksum import verify_at
 from prefill.ticket import Admitted, FirstToken, KvReady, ReadsTerminal, Ticket
@@ -210,6 +211,22 @@ async def test_what_a_failed_request_computed_is_not_spread(bench: Bench) -> Non
     for ticket in list(bench.worker._tickets.values()):
         bench.worker.close(ticket, clean=True)
     assert cached(await ask(bench, ids)) == 0
+
+
+async def test_a_fault_of_the_users_leaves_the_cache_to_the_others(bench: Bench) -> None:
+    """E.g. a grammar that allows no token; it says nothing about what was computed."""
+    ids = list(range(20, 29))
+    await ask(bench, ids)
+    fault = invalid("grammar: allows nothing", "grammar")
+    with patch.object(bench.worker._runner._sampler, "sample", lambda *_: [fault]):
+        ticket = await bench.worker.submit(prefill_job(ids))
+        with pytest.raises(EpdError):
+            await until_event(ticket, FirstToken)
+        bench.worker.close(ticket, clean=True)
+    again = await bench.worker.submit(prefill_job(ids))
+    assert again.cached_tokens == 8
+    await until_event(again, FirstToken)
+    bench.worker.close(again, clean=True)
 
 
 async def test_blocks_that_a_reader_found_damaged_are_given_to_nobody_else(bench: Bench) -> None:
