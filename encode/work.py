@@ -43,8 +43,10 @@ class Work:
 
     @property
     def name(self) -> str:
-        """For logs: a request that waits for it."""
-        return self.waiters[0].job.request_id if self.waiters else self.job.request_id
+        """For logs: a request that waits for it. Asked in the engine thread too, while
+        waiters come and go."""
+        first = next(iter(self.waiters), None)
+        return self.job.request_id if first is None else first.job.request_id
 
 
 def content_key(job: EncodeJob) -> bytes:

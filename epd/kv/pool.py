@@ -108,8 +108,14 @@ class KvPool:
             self._mirror.to_device(blocks)
 
     def copy(self, source: int, target: int) -> None:
-        """All bytes of one block into another, where the model computes."""
-        self.bytes[target].copy_(self.bytes[source])
+        """All bytes of a sealed block into another, where the model computes, and they are
+        there. With a mirror from its memory: a copy on the device would wait behind the
+        running step, and the source may be free, and be read into, before its turn comes."""
+        if self._mirror is None:
+            self.bytes[target].copy_(self.bytes[source])
+        else:
+            self._mirror.bytes[target].copy_(self._mirror.bytes[source])
+            self._mirror.to_device([target])
 
     def block_at(self, address: int) -> int | None:
         """The block that starts there for peers; None: no block does."""

@@ -23,10 +23,13 @@ def usable_device(name: str | torch.device) -> torch.device:
     """The device, tried out before anything is loaded.
 
     Raises:
-        EpdError: there is none of that name here.
+        EpdError: there is none of that name here, or it is not the first: in each thread
+            torch and Triton take that one, whatever a tensor says.
     """
     try:
         device = torch.device(name)
+        if device.index:
+            raise RuntimeError("it must be the process's only one (CUDA_VISIBLE_DEVICES)")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from epd.errors import EpdError
 from epd.kv.pool import KvPool
 from epd.models.attention import AttentionStep
+from epd.models.backends import usable_device
 from epd.models.gpu.attention import DeviceAttention, has_triton
 from epd.models.gpu.graphs import DecodeGraphs, Graph, bucket_for, buckets
 from epd.models.lm import ForwardBatch, LanguageModel, SequenceSlice
@@ -191,3 +193,10 @@ def test_the_test_above_can_fail(tiny_checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(RuntimeError, match="meta tensors"):
         _step_without_content(lm, lambda ids: ids + int(ids.sum()))
     assert _step_without_content(lm, lambda ids: ids + torch.ones(3).to(ids))
+
+
+def test_a_process_has_one_device() -> None:
+    """Each thread has a current one of its own, the first: kernels would start there."""
+    with pytest.raises(EpdError, match="CUDA_VISIBLE_DEVICES"):
+        usable_device("cuda:1")
+    assert usable_device("cpu").type == "cpu"

@@ -124,6 +124,16 @@ def test_a_mirrored_pool_computes_with_what_was_read_and_taken_over() -> None:
     assert not pool.k(0)[0].any()
 
 
+def test_a_block_is_copied_as_it_was_sealed_whatever_is_queued_on_the_device() -> None:
+    pool = _mirrored()
+    pool.k(0)[1] = 5.0
+    pool.to_peers([1])
+    pool.k(0)[1] = 7.0  # of whoever has the block next
+    pool.copy(1, 4)
+    assert (pool.k(0)[4] == 5.0).all()
+    assert torch.equal(pool.block_bytes_view(4), pool.bytes[4])
+
+
 def test_without_a_mirror_there_is_one_memory() -> None:
     pool = KvPool(KvLayout(4, "float32", (LayerShape(1, 2, 2),)), 2)
     assert pool.peers_bytes.data_ptr() == pool.bytes.data_ptr()
