@@ -180,6 +180,9 @@ class MembershipClient:
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
+            # It has the error that is raised here, which has this frame: a circle that would
+            # keep the connection open until Python looks for circles.
+            del reader
 
     async def _reports(
         self, address: str, period: float, reader: asyncio.Task[None]

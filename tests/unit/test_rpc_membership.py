@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
+import psutil
 import pytest
 
 from epd.config import RpcConfig
@@ -182,6 +184,27 @@ async def test_a_silent_gateway_is_left_and_dialled_again() -> None:
     gateway.mute = True
     async with worker(port):
         await until(lambda: gateway.joins >= 2)
+    await server.stop(0)
+
+
+async def test_a_session_that_is_lost_leaves_no_connection() -> None:
+    """Not even until Python collects circles of objects."""
+
+    def connections() -> int:
+        ends = psutil.Process().net_connections("tcp")
+        return sum(e.status == psutil.CONN_ESTABLISHED and e.laddr.port == port for e in ends)
+
+    gateway, server, port = await start_gateway()
+    gateway.mute = True
+    gc.disable()
+    try:
+        async with worker(port):
+            await until(lambda: gateway.joins >= 4)
+            gateway.mute = False
+            # This server tells those off that ping it, and that ends them, too, later.
+            await until(lambda: connections() == 1, limit_s=20)
+    finally:
+        gc.enable()
     await server.stop(0)
 
 
