@@ -369,6 +369,8 @@ class RpcConfig(_Section):
     encode_bytes: int = Field(32 << 20, ge=1 << 20)
     """Largest message to encode (it holds an image file)."""
     keepalive_s: float = Field(10.0, gt=0)
+    """A connection that was silent for this long is asked whether it lives, and ends, with
+    all its calls, when a question isn't answered for as long again."""
     tls_cert: str = ""
     """PEM file with this part's certificate chain, for all connections between gateways and
     workers, in both roles; "": plain. With it `tls_key` and `tls_ca` are needed."""

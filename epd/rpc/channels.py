@@ -13,11 +13,18 @@ Options = Sequence[tuple[str, int]]
 _CONNECT_MS = 3000
 
 
-def _keepalive(config: RpcConfig) -> Options:
+def _keepalive(config: RpcConfig, unacknowledged_s: float) -> Options:
+    """Pings, and how long the kernel keeps bytes that nobody acknowledges."""
     period = int(config.keepalive_s * 1000)
     return [
         ("grpc.keepalive_time_ms", period),
-        ("grpc.keepalive_timeout_ms", period // 2),
+        # In spite of its name this sets TCP_USER_TIMEOUT alone: grpcio 1.85 never starts the
+        # timer for the answer to a ping that it stands for (`grpc_chttp2_end_write`).
+        ("grpc.keepalive_timeout_ms", int(unacknowledged_s * 1000)),
+        # This one it starts, a minute by default, for every ping, also those that measure
+        # the bandwidth. No other is sent while one waits: without a limit here, a peer that
+        # is gone without a word is found a minute after one of those that it didn't answer.
+        ("grpc.http2.ping_timeout_ms", period),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]
@@ -26,7 +33,10 @@ def _keepalive(config: RpcConfig) -> Options:
 def client_options(config: RpcConfig) -> Options:
     """Options of a channel to a worker or gateway."""
     return [
-        *_keepalive(config),
+        # A call that is given up during a cut is told to the worker after it. Were the
+        # connection dropped first, nobody would say anything, and the worker, which holds
+        # memory for the call, would have to find out by itself.
+        *_keepalive(config, unacknowledged_s=2 * config.keepalive_s),
         ("grpc.max_send_message_length", config.encode_bytes),
         ("grpc.max_receive_message_length", config.control_bytes),
         # A worker that comes back on its address is dialled within a second.
@@ -43,7 +53,7 @@ def client_options(config: RpcConfig) -> Options:
 def server_options(config: RpcConfig, max_message_bytes: int) -> Options:
     """Options of a server that accepts messages of at most `max_message_bytes`."""
     return [
-        *_keepalive(config),
+        *_keepalive(config, unacknowledged_s=config.keepalive_s / 2),
         ("grpc.http2.min_ping_interval_without_data_ms", int(config.keepalive_s * 500)),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", int(config.keepalive_s * 500)),
         ("grpc.max_receive_message_length", max_message_bytes),
