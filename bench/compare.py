@@ -2,6 +2,7 @@
 
     python -m bench.compare CHECKPOINT OUT [--minutes 18] [--vllm VENV] [--preload LIB:LIB]
                             [--transformers VENV] [--llama BINARY,MODEL,MMPROJ]
+                            [--openvino VENV,MODEL]
                             [--colocated SETTING,SETTING]... [--no-split] [--no-interference]
 
 Starts every server, then goes round after round through the scenarios of
@@ -272,6 +273,9 @@ def _starts(given: argparse.Namespace) -> list[Start]:
     if given.llama:
         binary, model, projector = map(Path, given.llama.split(","))
         found.append(servers.llama(binary, model, projector, threads))
+    if given.openvino:
+        venv, model = map(Path, given.openvino.split(","))
+        found.append(servers.openvino(venv, model, threads))
     if given.transformers:
         found.append(servers.transformers(given.transformers, checkpoint, threads))
     return [*starts, *(rival(r, given.out / f"{r.name}.log", threads) for r in found)]
@@ -292,6 +296,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--preload", default="", help="libraries for vLLM: tcmalloc, OpenMP")
     parser.add_argument("--transformers", type=Path)
     parser.add_argument("--llama", default="", help="llama-server,MODEL.gguf,MMPROJ.gguf")
+    parser.add_argument("--openvino", default="", metavar="VENV,MODEL", help="MODEL: exported")
     return parser.parse_args()
 
 

@@ -1,9 +1,8 @@
 """OpenVINO GenAI with continuous batching, in process. Runs in its own environment.
 
-    VENV/bin/python bench/peers/openvino_generate.py MODEL [--threads 2] [--rounds 3]
+    VENV/bin/python -m bench.peers.openvino_generate MODEL [--threads 2] [--rounds 3]
 
 Prints medians: ms a token and TTFT, of one request; tokens and requests a second of 8 at once.
-Look up which KV precision its default hints chose before comparing.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ import statistics
 import time
 from typing import Any
 
+from bench.peers.openvino_engine import open_engine
+
 WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world")
 Timed = tuple[float, float, int]
 """(first token, last token, tokens) of a request; s after the start."""
@@ -23,15 +24,7 @@ class Pipeline:
     """The engine, asked with words and noise."""
 
     def __init__(self, model: str, threads: int) -> None:
-        import openvino_genai as genai
-
-        scheduler = genai.SchedulerConfig()
-        scheduler.cache_size = 2
-        scheduler.max_num_batched_tokens = 2048
-        scheduler.enable_prefix_caching = False
-        options = {"INFERENCE_NUM_THREADS": threads}
-        self._engine = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", options)
-        self._genai = genai
+        self._engine = open_engine(model, threads)
         self._ids = iter(range(1 << 30))
 
     def run(self, count: int, words: int, side: int, tokens: int) -> tuple[list[Timed], float]:
@@ -50,13 +43,13 @@ class Pipeline:
         return list(zip(first, last, seen, strict=True)), time.perf_counter() - start
 
     def _add(self, words: int, side: int, tokens: int) -> Any:
-        config = self._genai.GenerationConfig()
-        config.max_new_tokens = config.min_new_tokens = tokens
-        config.do_sample, config.ignore_eos = False, True
+        import openvino_genai as genai
+
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.do_sample, config.ignore_eos = tokens, False, True
         text = " ".join(random.choices(WORDS, k=words))
-        if not side:
-            return self._engine.add_request(next(self._ids), text, config)
-        return self._engine.add_request(next(self._ids), text, [_noise(side)], config)
+        pictures = [_noise(side)] if side else []
+        return self._engine.add_request(next(self._ids), text, pictures, config)
 
 
 def _noise(side: int) -> Any:

@@ -3,8 +3,10 @@
     python -m bench.peers.servers vllm VENV CHECKPOINT [--threads 2] [--preload LIB:LIB]
     python -m bench.peers.servers transformers VENV CHECKPOINT
     python -m bench.peers.servers llama BINARY MODEL.gguf --mmproj MMPROJ.gguf
+    python -m bench.peers.servers openvino VENV MODEL
 
-serves until Ctrl-C and prints the URL; `bench.compare` starts them the same way.
+serves until Ctrl-C or SIGTERM, and prints the URL and where the server's log is;
+`bench.compare` starts them the same way.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 _POLL_S = 0.5
 _STOP_S = 20.0
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -98,6 +102,17 @@ def llama(binary: Path, model: Path, projector: Path, threads: int) -> Rival:
     return Rival("llama.cpp", command, port)
 
 
+def openvino(venv: Path, model: Path, threads: int) -> Rival:
+    """OpenVINO GenAI, which has no server of its own in Python: `openvino_server` here. The
+    checkpoint is exported before (README.md)."""
+    port = free_port()
+    command = (
+        str(venv / "bin" / "python"), "-m", "bench.peers.openvino_server", str(model),
+        "--port", str(port), "--threads", str(threads),
+    )  # fmt: skip
+    return Rival("openvino", command, port, {"PYTHONPATH": str(ROOT)})
+
+
 @contextmanager
 def running(rival: Rival, log: Path) -> Iterator[int]:
     """The rival, up and healthy, for the block; gives the pid that its processes descend
@@ -147,24 +162,38 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rival", choices=["vllm", "transformers", "llama"])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
+    parser.add_argument("rival", choices=["vllm", "transformers", "llama", "openvino"])
     parser.add_argument("program", type=Path, help="virtual environment, or llama-server")
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("checkpoint", type=Path, help="or what it was converted to")
     parser.add_argument("--mmproj", type=Path, default=Path())
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--preload", default="")
-    parser.add_argument("--log", type=Path, default=Path("rival.log"))
+    parser.add_argument("--log", type=Path, help="default: a temporary file")
     given = parser.parse_args()
-    if given.rival == "vllm":
-        rival = vllm(given.program, given.checkpoint, given.threads, given.preload)
-    elif given.rival == "transformers":
-        rival = transformers(given.program, given.checkpoint, given.threads)
-    else:
-        rival = llama(given.program, given.checkpoint, given.mmproj, given.threads)
-    with running(rival, given.log) as pid, contextlib.suppress(KeyboardInterrupt):
+    rival, log = _chosen(given), given.log or _temporary_log(given.rival)
+    print(f"log of {rival.name}: {log}", flush=True)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs ignore Ctrl-C
+        signal.signal(number, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt), running(rival, log) as pid:
         print(f"{rival.name} at {rival.url}, model {rival.model}, pid {pid}", flush=True)
         signal.pause()
+
+
+def _chosen(given: argparse.Namespace) -> Rival:
+    program, checkpoint, threads = given.program, given.checkpoint, given.threads
+    if given.rival == "vllm":
+        return vllm(program, checkpoint, threads, given.preload)
+    if given.rival == "llama":
+        return llama(program, checkpoint, given.mmproj, threads)
+    return {"transformers": transformers, "openvino": openvino}[given.rival](
+        program, checkpoint, threads
+    )
+
+
+def _temporary_log(name: str) -> Path:
+    with tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".log", delete=False) as file:
+        return Path(file.name)
 
 
 if __name__ == "__main__":
