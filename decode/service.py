@@ -34,16 +34,16 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Run(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.DecodeRequest], context: Context
     ) -> None:
-        message: pb.DecodeJob = await first_job(context)
-        with self._worker.streams.open() as fail:
-            job = decode_job_from_proto(message, self._facts)
-            ticket = await self._worker.submit(job)
-            fail.append(ticket.events.close)
-            try:
-                async with deadline(context, self._deadline_s):
+        async with deadline(context, self._deadline_s):
+            message: pb.DecodeJob = await first_job(context)
+            with self._worker.streams.open() as fail:
+                job = decode_job_from_proto(message, self._facts)
+                ticket = await self._worker.submit(job)
+                fail.append(ticket.events.close)
+                try:
                     await self._serve(ticket, context)
-            finally:
-                self._worker.close(ticket)
+                finally:
+                    self._worker.close(ticket)
 
     async def _serve(self, ticket: Ticket, context: Context) -> None:
         reader = asyncio.create_task(

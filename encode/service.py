@@ -31,18 +31,18 @@ class EncodeService(encode_pb2_grpc.EncodeServicer):
     async def Run(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.EncodeRequest], context: Context
     ) -> None:
-        message: pb.EncodeJob = await first_job(context)
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        with self._worker.streams.open() as fail:
-            fail.append(_failing(failed))
-            ticket = self._worker.submit(encode_job_from_proto(message, self._facts))
-            del message  # the file's bytes must not live as long as the lease
-            clean = False
-            try:
-                async with deadline(context, self._deadline_s):
+        async with deadline(context, self._deadline_s):
+            message: pb.EncodeJob = await first_job(context)
+            with self._worker.streams.open() as fail:
+                fail.append(_failing(failed))
+                ticket = self._worker.submit(encode_job_from_proto(message, self._facts))
+                del message  # the file's bytes must not live as long as the lease
+                clean = False
+                try:
                     clean = await self._serve(ticket, failed, context)
-            finally:
-                self._worker.close(ticket, clean=clean)
+                finally:
+                    self._worker.close(ticket, clean=clean)
 
     async def _serve(self, ticket: Ticket, failed: asyncio.Future[None], context: Context) -> bool:
         """True when the reader has said that it is done with the rows."""

@@ -43,17 +43,17 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def Run(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.PrefillRequest], context: Context
     ) -> None:
-        message: pb.PrefillJob = await first_job(context)
-        with self._worker.streams.open() as fail:
-            job = prefill_job_from_proto(message, self._facts)
-            ticket = await self._worker.submit(job)
-            fail.append(ticket.events.close)
-            clean = False
-            try:
-                async with deadline(context, self._deadline_s):
+        async with deadline(context, self._deadline_s):
+            message: pb.PrefillJob = await first_job(context)
+            with self._worker.streams.open() as fail:
+                job = prefill_job_from_proto(message, self._facts)
+                ticket = await self._worker.submit(job)
+                fail.append(ticket.events.close)
+                clean = False
+                try:
                     clean = await self._serve(ticket, context)
-            finally:
-                self._worker.close(ticket, clean=clean)
+                finally:
+                    self._worker.close(ticket, clean=clean)
 
     async def _serve(self, ticket: Ticket, context: Context) -> bool:
         """True when the client has released the blocks by half-closing."""
