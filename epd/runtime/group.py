@@ -148,7 +148,9 @@ class WorkerGroup:
         return {"stages": states, "tasks": tasks, "integrity": integrity}
 
     def _integrity(self, states: Iterable[Mapping[str, object]]) -> str:
-        if any(state["tickets"] for state in states):
+        # A request that is gone holds its blocks until the running step or its last read ends.
+        running = any(worker.steps.in_step for worker in self.workers)
+        if running or any(state["tickets"] or state.get("reads_outstanding") for state in states):
             return "busy"
         try:
             for worker in self.workers:

@@ -99,6 +99,9 @@ async def test_integrity_is_looked_at_when_all_are_idle() -> None:
     workers[0].tickets = 1
     state = group.observed()
     assert state["integrity"] == "busy"
+    workers[0].tickets = 0
+    workers[1].steps.in_step = True
+    assert group.observed()["integrity"] == "busy", "blocks of a request that is gone"
     assert state["tasks"] == 3
     assert list(state["stages"]) == ["encode", "prefill", "decode"]  # type: ignore[call-overload]
 
