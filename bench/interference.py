@@ -1,7 +1,9 @@
 """What bursts of image prompts do to running answers: split, monolithic, rivals.
 
     python -m bench.interference CHECKPOINT OUT [--minutes 12] [--budgets 30,60,125,250]
-                                 [--bursts 1,2,4] [--vllm VENV --preload LIB:LIB]
+                                 [--bursts 1,2,4] [--vllm VENV] [--preload LIB:LIB]
+                                 [--llama BINARY,MODEL,MMPROJ] [--openvino VENV,MODEL]
+                                 [--transformers VENV]
 
 Steady streams decode all the time; every few seconds a burst of image prompts comes in
 between. Servers: split `epd` (decode and gateway on one half of the cores, encode and prefill
@@ -14,6 +16,7 @@ budgets (`prefill.step_ms`), and rivals that it is told of.
    that with the least p99 of the time between tokens, of those whose throughput is at least
    0.9 of the best budget's.
 3. All loads at the servers that are left, in turn, round by round, until the time is over.
+   A rival that answers one request after another gets the middle load once, first of all.
 
 Writes OUT/interference.{json,md,png}.
 """
@@ -26,10 +29,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.contenders import Contender, Start, all_running, epd_monolithic, epd_split, rival
+from bench.contenders import Contender, Start, all_running, epd_monolithic, epd_split
 from bench.flags import whole_numbers
 from bench.interference_figures import Found, best_budget, document, draw, tables
-from bench.peers import servers
+from bench.rivals import SLOW, add_rivals, rivals
 from bench.scenarios import AS_RECORDED, IMAGE, interference
 from epd.bench.campaign import connect
 from epd.bench.client import open_session
@@ -58,7 +61,7 @@ def alone(kind: str, seed: int) -> Workload:
 async def experiment(contenders: Sequence[Contender], bursts: Sequence[int], until: float) -> Found:
     """All three parts; `until` on the event loop's clock."""
     found = Found(list(bursts), {c.name: c.how for c in contenders})
-    async with open_session(300.0) as http:
+    async with open_session(300.0, keep=False) as http:  # llama.cpp drops them after a stream
         targets = [
             await connect(c.name, c.url, http, c.model, "none", (c.pid,), c.extra)
             for c in contenders
@@ -80,6 +83,9 @@ async def measure(found: Found, targets: Sequence[Target], until: float) -> None
         if target.name.startswith(_MONOLITHIC):
             found.budgets.append(_told(await _burst(target, middle, 0)))
     left = _without_worse_budgets(found, targets)
+    for target in (one for one in left if one.name in SLOW):
+        found.keep(middle, _told(await _burst(target, middle, 1)))
+    left = [target for target in left if target.name not in SLOW]
     number, longest = 0, 0.0
     while number < 1 or clock() + longest < until:
         start = clock()
@@ -99,7 +105,7 @@ def _without_worse_budgets(found: Found, targets: Sequence[Target]) -> list[Targ
 
 
 async def _burst(target: Target, images: int, number: int) -> Round:
-    return await run_round(target, AS_RECORDED, number, burst_load(images, number), Limits(240.0))
+    return await run_round(target, AS_RECORDED, number, burst_load(images, number), Limits(400.0))
 
 
 def _told(done: Round) -> Round:
@@ -131,10 +137,7 @@ def _starts(given: argparse.Namespace) -> list[Start]:
     threads, checkpoint, out = given.threads, given.checkpoint, given.out
     starts = [epd_split(checkpoint, out)]
     starts += [epd_monolithic(checkpoint, threads, out, ms) for ms in given.budgets]
-    if given.vllm:
-        vllm = servers.vllm(given.vllm, checkpoint, threads, given.preload)
-        starts.append(rival(vllm, out / "vllm.log", threads))
-    return starts
+    return [*starts, *rivals(given, out)]
 
 
 def _arguments() -> argparse.Namespace:
@@ -147,8 +150,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--budgets", type=whole_numbers, default="30,60,125,250")
     parser.add_argument("--bursts", type=whole_numbers, default="1,2,4")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--vllm", type=Path)
-    parser.add_argument("--preload", default="", help="libraries for vLLM: tcmalloc, OpenMP")
+    add_rivals(parser)
     return parser.parse_args()
 
 

@@ -153,7 +153,8 @@ def _load_table(found: Found) -> str:
     rows = []
     for images in found.bursts:
         for target in found.targets:
-            rounds = found.of(images, target)
+            if not (rounds := found.of(images, target)):
+                continue
             failed = sum(not record.ok for one in rounds for record in one.records)
             cells = [_shown(median(rounds, figure), figure.digits) for figure in FIGURES]
             good = good_share(found, rounds)
@@ -173,7 +174,8 @@ def _ratio_table(found: Found) -> str:
         for other in found.targets:
             if other == SPLIT:
                 continue
-            theirs = found.of(images, other)
+            if not (theirs := found.of(images, other)):
+                continue
             p99 = _paired(theirs, ours, P99)
             rows.append([
                 str(images), other, _shown(p99, 1),
@@ -184,7 +186,8 @@ def _ratio_table(found: Found) -> str:
 
 
 def _paired(these: Sequence[Round], base: Sequence[Round], figure: Figure) -> float | None:
-    pairs = zip(these, base, strict=True)
+    bases = {one.number: one for one in base}
+    pairs = [(one, bases[one.number]) for one in these if one.number in bases]
     values = [(figure.of(one), figure.of(other)) for one, other in pairs]
     known = [a / b for a, b in values if a is not None and b]
     return statistics.median(known) if known else None

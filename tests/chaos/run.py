@@ -3,14 +3,16 @@
     python -m tests.chaos.run --minutes 60 [--seed 1] [--clients 4] [--workers 2]
         [--set model.dtype=bfloat16]
 
-Prints a table; ends with 1 if anything happened that may never happen: a wrong answer, a
-request that hangs or ends without a typed error, something that is left over.
+Ctrl-C (or SIGTERM) ends it early, with the report of what was until then. Prints a table;
+ends with 1 if anything happened that may never happen: a wrong answer, a request that hangs
+or ends without a typed error, something that is left over.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 import tempfile
 import time
@@ -89,27 +91,33 @@ async def hurt(
     clients: int,
     workers: int,
     settings: Mapping[str, str] | None = None,
+    told: asyncio.Event | None = None,
 ) -> Report:
-    """One run; the service is started and stopped in it."""
+    """One run; the service is started and stopped in it. `told` ends it before its time."""
     service = Service(folder, workers, WIRED, settings=settings)
     try:
         await asyncio.to_thread(service.start)
-        return await _hurt(service, minutes, seed, clients)
+        return await _hurt(service, minutes, seed, clients, told or asyncio.Event())
     finally:
         left = await asyncio.to_thread(service.close)
         for line in left:
             print(f"at the end: {line}", file=sys.stderr)
 
 
-async def _hurt(service: Service, minutes: float, seed: int, clients: int) -> Report:
+async def _hurt(
+    service: Service, minutes: float, seed: int, clients: int, told: asyncio.Event
+) -> Report:
     traffic, tormentor = Traffic(service.gateways, questions(), seed), Tormentor(service, seed)
     await traffic.learn()
     started = time.monotonic()
     clients_task = asyncio.create_task(traffic.run(clients))
     torment = asyncio.create_task(tormentor.run())
-    await asyncio.wait(
-        {clients_task, torment}, timeout=minutes * 60, return_when=asyncio.FIRST_EXCEPTION
-    )
+    ended = asyncio.create_task(told.wait())
+    try:
+        tasks = {clients_task, torment, ended}
+        await asyncio.wait(tasks, timeout=minutes * 60, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ended.cancel()
     tormentor.stopping.set()
     await torment
     traffic.stop()
@@ -134,11 +142,20 @@ def main() -> int:
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="epd-chaos-"))
     folder.mkdir(parents=True, exist_ok=not asked.folder)
     print(f"seed {asked.seed}, logs in {folder}", flush=True)
-    report = asyncio.run(
-        hurt(folder, asked.minutes, asked.seed, asked.clients, asked.workers, settings)
-    )
+    report = asyncio.run(_until_told(folder, asked, settings))
     print(report.text())
     return 0 if report.ok else 1
+
+
+async def _until_told(
+    folder: Path, asked: argparse.Namespace, settings: Mapping[str, str]
+) -> Report:
+    told = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    return await hurt(
+        folder, asked.minutes, asked.seed, asked.clients, asked.workers, settings, told
+    )
 
 
 if __name__ == "__main__":
