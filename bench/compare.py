@@ -29,8 +29,8 @@ from typing import Any
 import orjson
 import psutil
 
-from bench.contenders import Contender, Start, all_running, epd_split, epd_together, epd_with, rival
-from bench.peers import servers
+from bench.contenders import Contender, Start, all_running, epd_split, epd_together, epd_with
+from bench.rivals import SLOW, add_rivals, rivals
 from bench.scenarios import (
     AS_RECORDED,
     INTERFERENCE,
@@ -45,9 +45,6 @@ from epd.bench.load import Limits, Round, Target, run_round
 from epd.bench.machine import environment
 from epd.bench.report import markdown
 
-SLOW = ("transformers",)
-"""Answer one request after another, so that a few show their rate: fewer requests, and
-fewer rounds, or they would take all the time there is."""
 SLOW_ROUNDS = 2
 _SLOW_SHARE = 4
 _INTERFERENCE_ROUNDS = 2
@@ -267,18 +264,7 @@ def _starts(given: argparse.Namespace) -> list[Start]:
     starts += [epd_with(checkpoint, threads, given.out, s.split(",")) for s in given.colocated]
     if not given.no_split:
         starts.append(epd_split(checkpoint, given.out))
-    found = []
-    if given.vllm:
-        found.append(servers.vllm(given.vllm, checkpoint, threads, given.preload))
-    if given.llama:
-        binary, model, projector = map(Path, given.llama.split(","))
-        found.append(servers.llama(binary, model, projector, threads))
-    if given.openvino:
-        venv, model = map(Path, given.openvino.split(","))
-        found.append(servers.openvino(venv, model, threads))
-    if given.transformers:
-        found.append(servers.transformers(given.transformers, checkpoint, threads))
-    return [*starts, *(rival(r, given.out / f"{r.name}.log", threads) for r in found)]
+    return [*starts, *rivals(given, given.out)]
 
 
 def _arguments() -> argparse.Namespace:
@@ -292,11 +278,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--colocated", action="append", default=[], metavar="SETTING,SETTING")
     parser.add_argument("--no-split", action="store_true")
     parser.add_argument("--no-interference", action="store_true")
-    parser.add_argument("--vllm", type=Path)
-    parser.add_argument("--preload", default="", help="libraries for vLLM: tcmalloc, OpenMP")
-    parser.add_argument("--transformers", type=Path)
-    parser.add_argument("--llama", default="", help="llama-server,MODEL.gguf,MMPROJ.gguf")
-    parser.add_argument("--openvino", default="", metavar="VENV,MODEL", help="MODEL: exported")
+    add_rivals(parser)
     return parser.parse_args()
 
 
