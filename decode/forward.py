@@ -1,20 +1,15 @@
-"""The tensor work of one decode step. Runs in the engine thread only.
-
-Legend: T sequences, one token each; P position rows.
-"""
+"""The tensor work of one decode step. Runs in the engine thread only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Callable, Sequence
 
 from decode.scheduler import Slot
 from decode.ticket import Ticket
 from epd.errors import EpdError
 from epd.jobs import SampledToken
 from epd.kv.pool import KvPool
-from epd.models.lm import ForwardBatch, LanguageModel, SequenceSlice
+from epd.models.lm import DecodeRow, LanguageModel
 from epd.sampling.sampler import Sampler
 
 
@@ -24,23 +19,20 @@ class Runner:
     def __init__(self, lm: LanguageModel, pool: KvPool) -> None:
         self._lm = lm
         self._pool = pool
-        self._sampler = Sampler(lm.spec.vocab_size)
+        self._sampler = Sampler(lm.spec.vocab_size, lm.best)
 
-    def run(self, work: Sequence[tuple[Slot, Ticket]]) -> list[SampledToken | EpdError]:
-        """The next token of every sequence; changes nothing but the pool.
+    def run(
+        self, work: Sequence[tuple[Slot, Ticket]], begin: Callable[[], None] = lambda: None
+    ) -> list[SampledToken | EpdError]:
+        """The next token of every sequence; changes nothing but the pool. `begin`: see
+        `LanguageModel.decode`.
 
         Raises:
             Whatever the model raises: then no sequence has a result.
         """
-        positions = [
-            self._lm.continuation(slot.kv_len - 1, 1, ticket.job.position_delta)
+        rows = [
+            DecodeRow(ticket.last_id, slot.kv_len, ticket.job.position_delta, slot.blocks)
             for slot, ticket in work
         ]
-        batch = ForwardBatch(
-            token_ids=torch.tensor([ticket.last_id for _, ticket in work]),
-            positions=torch.cat(positions, 1),
-            sequences=[SequenceSlice(1, slot.kv_len, slot.blocks) for slot, _ in work],
-            select=torch.arange(len(work)),
-        )
-        logits = self._lm.forward(batch, self._pool)
+        logits = self._lm.decode(rows, self._pool, begin)
         return self._sampler.sample(logits, [ticket.sampler for _, ticket in work])

@@ -34,16 +34,18 @@ from epd.models.gpu.graphs import DecodeGraphs, buckets
 from epd.models.grids import check_grids
 from epd.models.kernels import build
 from epd.models.kernels.attention import AttentionKernel
+from epd.models.kernels.best import BestKernel
 from epd.models.kernels.build import Library
 from epd.models.kernels.layer import fuse_layers
 from epd.models.kernels.linear import Int8Kernel, LinearKernel, pack_linears
 from epd.models.kernels.memory import keep_freed_memory
-from epd.models.kernels.stack import stack_layers
+from epd.models.kernels.stack import Stack, stack_layers
 from epd.models.progress import report_layers
 from epd.models.quantize import NAME, quantize_linears
+from epd.models.shortcut import DecodeRow, Shortcut, agree, make_shortcut
 from epd.models.spec import ModelSpec
 
-__all__ = ["ForwardBatch", "LanguageModel", "SequenceSlice"]
+__all__ = ["DecodeRow", "ForwardBatch", "LanguageModel", "SequenceSlice"]
 
 Quantize = Literal["off", "int8", "int8-decode"]
 _WHOLE_ROWS: Final = 64
@@ -105,6 +107,10 @@ class LanguageModel:
         self._graphs: DecodeGraphs | None = None
         self._whole_rows = 0
         """So many go through all layers in one call."""
+        self._shortcut: Shortcut | None = None
+        self.best: BestKernel | None = None
+        """Of bfloat16 logits, which `decode` may give."""
+        self._reports: list[Callable[[], None]] = []
         if kernels is not None:
             self._use(kernels)
         elif device.type == "cuda" and on_device and not exact:
@@ -113,10 +119,10 @@ class LanguageModel:
             quantize_linears(self.model, ROW_TILE if exact else None)
         if exact:
             make_row_invariant(self.model)
-        if kernels is not None and stack_layers(
-            self.model.get_decoder(), kernels, torch.get_num_threads()
-        ):
-            self._try_whole()
+        if kernels is not None:
+            stack = stack_layers(self.model.get_decoder(), kernels, torch.get_num_threads())
+            if stack is not None and self._try_whole():
+                self._try_shortcut(stack, kernels)
 
     def _use(self, library: Library) -> None:
         """Run on compiled kernels from now on."""
@@ -126,7 +132,7 @@ class LanguageModel:
         self._attention = AttentionKernel(library, threads)
         fuse_layers(self.model.get_decoder(), library, threads)
 
-    def _try_whole(self) -> None:
+    def _try_whole(self) -> bool:
         """Run few rows through all layers in one call from now on, if that gives the bits
         that the layers give one by one."""
         count = self.kv_layout.blocks_for(_PROBE_TOKENS)
@@ -141,6 +147,17 @@ class LanguageModel:
         self._whole_rows = _WHOLE_ROWS
         if not torch.equal(apart, self.forward(batch, pool)):
             self._whole_rows = 0
+        return self._whole_rows > 0
+
+    def _try_shortcut(self, stack: Stack, library: Library) -> None:
+        """Run decode steps without the model's own Python from now on, if that gives the bits
+        that its forward gives."""
+        assert self._attention is not None
+        tile = ROW_TILE if self.exact else 1
+        shortcut = make_shortcut(self.model, stack, self._attention, self._has_mrope, tile)
+        other = self.spec.image_token_id + 1
+        if shortcut and agree(shortcut, self._decode_by_forward, self.kv_layout, (1, other, 2)):
+            self._shortcut, self.best = shortcut, BestKernel(library)
 
     @classmethod
     def load(
@@ -185,8 +202,9 @@ class LanguageModel:
         )
 
     def report_layers(self, done: Callable[[], None]) -> None:
-        """See `epd.models.progress`."""
+        """See `epd.models.progress`; a step that goes by a shortcut is one part."""
         report_layers(self.model, done)
+        self._reports.append(done)
 
     @property
     def numerics_id(self) -> str:
@@ -276,6 +294,39 @@ class LanguageModel:
         assert step.tokens == len(batch.token_ids) == batch.positions.shape[1]
         token_ids, positions = self._padded(batch)
         return self._run(token_ids, positions, select, step, image_rows)
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        rows: Sequence[DecodeRow],
+        pool: KvPool,
+        begin: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """Logits [N, vocab] of each row's next token: float32, or the same numbers in
+        bfloat16 where `best` is there. Writes the new keys and values.
+
+        `begin` is called when everything is prepared: what needs the interpreter may run now.
+        """
+        image = self.spec.image_token_id
+        few = len(rows) <= self._whole_rows
+        if self._shortcut is None or not few or any(row.token_id == image for row in rows):
+            begin()
+            return self._decode_by_forward(rows, pool)
+        logits = self._shortcut(rows, pool, begin)
+        for done in self._reports:
+            done()
+        return logits
+
+    def _decode_by_forward(self, rows: Sequence[DecodeRow], pool: KvPool) -> Tensor:
+        """As `decode`, float32."""
+        positions = [self.continuation(row.kv_len - 1, 1, row.delta) for row in rows]
+        batch = ForwardBatch(
+            token_ids=torch.tensor([row.token_id for row in rows]),
+            positions=torch.cat(positions, 1),
+            sequences=[SequenceSlice(1, row.kv_len, row.blocks) for row in rows],
+            select=torch.arange(len(rows)),
+        )
+        return self.forward(batch, pool)
 
     def _replay(self, batch: ForwardBatch, pool: KvPool) -> Tensor | None:
         """By a CUDA graph, where one fits. Placeholder ids, generated ones too, need rows."""

@@ -9,7 +9,7 @@ Shapes: N rows, V vocabulary, C candidates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -35,17 +35,24 @@ _CLASS_SHIFT: Final = 46
 """Of a double: leaves the exponent and six bits of the mantissa."""
 
 
+Best = Callable[[Tensor], list[int]]
+
+
 class Sampler:
     """Samples rows of `vocab_size` logits."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, best: Best | None = None) -> None:
+        """`best`: the lowest of each bfloat16 row's best ids, -1 for a row whose largest
+        logit is not finite, or that has one which is no number."""
         self.vocab_size = vocab_size
+        self._best = best
 
     @torch.inference_mode()
     def sample(
         self, logits_NV: Tensor, states: Sequence[SamplerState]
     ) -> list[SampledToken | EpdError]:
-        """The next token of each row's request; the states are not changed.
+        """The next token of each row's request; the states are not changed. Logits are
+        float32 numbers, whatever they are kept as.
 
         A row that can't be sampled (NaN or infinite logits, or nothing left to choose
         from) gets an EpdError in its place; the other rows are not affected.
@@ -54,14 +61,28 @@ class Sampler:
         if not states:
             return []
         logits_NV = logits_NV.cpu()  # from a device in one copy, not row by row
-        usable = torch.isfinite(logits_NV.amax(-1)).tolist()  # NaN where any logit is
+        if self._best is not None and logits_NV.dtype is torch.bfloat16:
+            known: list[int | None] = [*self._best(logits_NV)]
+            usable = [best != -1 for best in known]
+        else:
+            known = [None] * len(states)
+            usable = torch.isfinite(logits_NV.amax(-1)).tolist()  # NaN where any logit is
         return [
-            self._sample_row(logits_NV[row], state) if usable[row] else _broken()
+            self._sample_row(logits_NV[row], state, known[row]) if usable[row] else _broken()
             for row, state in enumerate(states)
         ]
 
-    def _sample_row(self, logits_V: Tensor, state: SamplerState) -> SampledToken | EpdError:
+    def _sample_row(
+        self, logits_V: Tensor, state: SamplerState, best: int | None
+    ) -> SampledToken | EpdError:
+        """`best`: the greedy token of the logits as they are, where it is known already."""
         params = state.params
+        greedy = params.temperature < GREEDY_BELOW
+        if state.adjusts or not greedy:
+            best = None
+        if best is not None and not params.logprobs:
+            return SampledToken(best)
+        logits_V = logits_V.float()
         if state.adjusts:
             try:
                 logits_V = state.adjust(logits_V)
@@ -69,9 +90,9 @@ class Sampler:
                 return error
             if not bool(torch.isfinite(logits_V.amax())):
                 return _nothing_left()
-        greedy = params.temperature < GREEDY_BELOW
-        chosen = _best(logits_V) if greedy else draw(logits_V, params, state.num_output)
-        return _report(logits_V, chosen, params)
+        if best is None:
+            best = _best(logits_V) if greedy else draw(logits_V, params, state.num_output)
+        return _report(logits_V, best, params)
 
 
 def _best(logits_V: Tensor) -> int:

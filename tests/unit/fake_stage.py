@@ -15,7 +15,7 @@ from epd.config_sources import load_config
 from epd.jobs import DecodeJob, ImageItem, PrefillJob, SamplingParams
 from epd.kv.layout import KvLayout, LayerShape
 from epd.kv.pool import KvPool
-from epd.models.lm import ForwardBatch
+from epd.models.lm import DecodeRow, ForwardBatch, SequenceSlice
 from epd.models.spec import ModelSpec
 from epd.transfer.contract import Peer
 from epd.transfer.engine import ReadStats
@@ -47,6 +47,7 @@ class FakeLm:
     numerics_id = "fake"
     device = "cpu"
     weights_bytes = 0
+    best = None
 
     def __init__(self) -> None:
         self.spec = ModelSpec(
@@ -86,6 +87,18 @@ class FakeLm:
         for row, index in enumerate(batch.select):
             logits[row, (ids[int(index)] + 1) % 100] = 1
         return logits
+
+    def decode(
+        self, rows: Sequence[DecodeRow], pool: KvPool, begin: Callable[[], None]
+    ) -> torch.Tensor:
+        batch = ForwardBatch(
+            torch.tensor([row.token_id for row in rows]),
+            torch.tensor([[row.kv_len - 1 for row in rows]]),
+            [SequenceSlice(1, row.kv_len, row.blocks) for row in rows],
+            range(len(rows)),
+        )
+        begin()
+        return self.forward(batch, pool)
 
 
 class FakeEngine:

@@ -26,9 +26,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     original = Stack.__call__
 
-    def count(self: Stack, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    def count(self: Stack, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         made.append(x.shape[1])
-        return original(self, x, *args)
+        return original(self, x, *args, **options)
 
     monkeypatch.setattr(Stack, "__call__", count)
     return made
@@ -90,7 +90,7 @@ def test_int8_weights_run_in_one_call_too(
 def test_where_something_happens_between_layers_they_stay_apart(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, calls: list[int]
 ) -> None:
-    def with_a_hook(decoder: Any, *args: Any) -> bool:
+    def with_a_hook(decoder: Any, *args: Any) -> Stack | None:
         hook = lambda layer, args: (args[0] * 1.5, *args[1:])  # noqa: E731
         decoder.layers[1].register_forward_pre_hook(hook)
         return stack_layers(decoder, *args)

@@ -3,7 +3,7 @@
 - *read*: a kernel that reads as many bytes as the linear layers' weights have, from memory
   of the same kind, with the same threads, and does nothing else.
 - *GEMM*: a large matrix product by torch in the model's dtype.
-- *decode B*: a forward of B sequences, one token each, with logits of every row.
+- *decode B*: a step of B sequences, one token each, with logits of every row.
 - *prefill*, *encode*: their own floating-point operations a second, beside the GEMM's.
 """
 
@@ -26,7 +26,7 @@ from epd.models.encoder import VisionEncoder
 from epd.models.kernels import build
 from epd.models.kernels.linear import LinearKernel
 from epd.models.kernels.memory import huge_pages
-from epd.models.lm import ForwardBatch, LanguageModel, SequenceSlice
+from epd.models.lm import DecodeRow, ForwardBatch, LanguageModel, SequenceSlice
 from epd.models.processor import PreparedImage, Processor
 from epd.models.quantize import GROUP
 
@@ -82,7 +82,7 @@ def language_cases(
     pool = KvPool(lm.kv_layout, lm.kv_layout.blocks_for(tokens))
     cases = []
     for count in BATCHES:
-        run = partial(lm.forward, decode_batch(lm, count, sizes.context), pool)
+        run = partial(lm.decode, decode_rows(lm, count, sizes.context), pool)
         cases.append(Case(f"decode {count}{suffix}", run, base=read))
     run, flops = partial(lm.forward, chunk(lm, sizes.chunk), pool), prefill_flops(lm, sizes.chunk)
     return [*cases, Case(f"prefill {sizes.chunk}{suffix}", run, flops, "Gflop/s", gemm)]
@@ -99,15 +99,10 @@ def encode_case(checkpoint: str, threads: int, sizes: Sizes, gemm: Case, kernels
     return Case(name, partial(encoder.encode, [image]), flops, "Gflop/s", gemm)
 
 
-def decode_batch(lm: LanguageModel, count: int, context: int) -> ForwardBatch:
+def decode_rows(lm: LanguageModel, count: int, context: int) -> list[DecodeRow]:
     """One new token of each of `count` sequences."""
     each = lm.kv_layout.blocks_for(context)
-    return ForwardBatch(
-        torch.arange(count) + 10,
-        lm.continuation(context - 1, 1, 0).repeat(1, count),
-        [SequenceSlice(1, context, range(i * each, (i + 1) * each)) for i in range(count)],
-        range(count),
-    )
+    return [DecodeRow(i + 10, context, 0, range(i * each, (i + 1) * each)) for i in range(count)]
 
 
 def chunk(lm: LanguageModel, n: int, end: int | None = None) -> ForwardBatch:

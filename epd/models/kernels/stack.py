@@ -13,7 +13,7 @@ Shapes: T rows of a flattened batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_int, c_int64, c_void_p
 from typing import Any
 
@@ -41,16 +41,27 @@ class Stack:
         self._places: tuple[Any, ...] = ()
 
     def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, step: Any, kept: int | None, count: int
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        step: Any,
+        kept: int | None = None,
+        count: int = -1,
+        begin: Callable[[], None] | None = None,
     ) -> Tensor:
-        """`kept`: address of the `count` rows that are wanted; all rows: None and -1."""
-        y = torch.empty((2, *x.shape), dtype=x.dtype)
-        self._run(
+        """`kept`: address of the `count` rows that are wanted; all rows: None and -1.
+        `begin` is called at the last moment before the interpreter's lock is let go of."""
+        y, spare = torch.empty_like(x), torch.empty_like(x)
+        call = (
             *(self._weights, self._count, step.tables.address, x.shape[1], x.data_ptr()),
             *(cos.data_ptr(), sin.data_ptr(), *self._of(step.pool)),
-            *(y[0].data_ptr(), y[1].data_ptr(), kept, count, self._threads),
+            *(y.data_ptr(), spare.data_ptr(), kept, count, self._threads),
         )
-        return y[0]
+        if begin is not None:
+            begin()
+        self._run(*call)
+        return y
 
     def _of(self, pool: KvPool) -> tuple[Any, ...]:
         """Where each layer's keys and values are, and how far apart blocks are."""
@@ -66,16 +77,16 @@ class Stack:
         return self._places
 
 
-def stack_layers(decoder: Any, library: Library, threads: int) -> bool:
+def stack_layers(decoder: Any, library: Library, threads: int) -> Stack | None:
     """Let a decoder run in one call where the step asks for it (`AttentionStep.whole`).
-    False if a layer is not fused: nothing has changed then."""
+    None if a layer is not fused: nothing has changed then."""
     layers = [layer.forward for layer in decoder.layers]
     if not all(isinstance(layer, FusedLayer) for layer in layers):
-        return False
+        return None
     stack = Stack(library, layers, threads)
     for number, layer in enumerate(layers):
         layer.stack = stack if number == 0 else _give_on
-    return True
+    return stack
 
 
 def _give_on(x: Tensor, *_: Any) -> Tensor:
