@@ -12,6 +12,8 @@ Invariants
     growth          one block at a time; when none is free the youngest holder leaves,
                     so the oldest always goes on
     a running step  never loses a block: what leaves during it is freed by `complete`
+    two steps       the one behind the running one is planned as if nobody ended, and takes
+                    no block from anybody (`look_ahead`, `withdraw`)
     reads           blocks that reads still write into are freed by `release` only
     adopted         full blocks of a prefill in this process are never written; what
                     comes behind them is the request's own
@@ -19,7 +21,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -71,6 +73,7 @@ class _Sequence:
     key: int
     age: tuple[float, int]  # first arrival, then key: smaller is older
     kv_tokens: int
+    most_tokens: int
     most_blocks: int
     hashes: tuple[bytes, ...]
     client: bytes
@@ -78,7 +81,13 @@ class _Sequence:
     blocks: list[int] = field(default_factory=list)
     adopts: bool = False  # prefill, in this process, gives it all full blocks
     adopted: int = 0  # of the first blocks: read-only, and prefill's as well
-    gone: bool = False  # left during the running step
+    in_steps: int = 0  # running or planned
+    gone: bool = False  # left during them
+
+    @property
+    def next_kv(self) -> int:
+        """Tokens with KV after the next step that can be planned for it."""
+        return self.kv_tokens + self.in_steps + 1
 
 
 class Scheduler:
@@ -102,7 +111,8 @@ class Scheduler:
         self._max_queue = max_queue
         self._all: dict[int, _Sequence] = {}
         self._queue = FairQueue()  # WAITING
-        self._in_step: dict[int, _Sequence] = {}
+        self._steps: deque[list[_Sequence]] = deque()
+        """The running one, and the one that is planned behind it."""
 
     def _count(self, *states: _State) -> int:
         return sum(s.state in states for s in self._all.values())
@@ -138,7 +148,8 @@ class Scheduler:
             EpdError: CONTEXT_LENGTH_EXCEEDED if it can't fit even an empty pool,
                 OVERLOADED when the queue is full.
         """
-        most = self._blocks_for(max(most_tokens, kv_tokens))
+        most_tokens = max(most_tokens, kv_tokens)
+        most = self._blocks_for(most_tokens)
         if most > self._num_blocks:
             pool = self._num_blocks * self._block_tokens
             raise EpdError(
@@ -151,7 +162,7 @@ class Scheduler:
             reason = f"{self.waiting} requests wait, {self._max_queue} may (decode.max_queue)"
             raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
         age = (arrival, key)
-        self._all[key] = _Sequence(key, age, kv_tokens, most, tuple(hashes), client)
+        self._all[key] = _Sequence(key, age, kv_tokens, most_tokens, most, tuple(hashes), client)
 
     def announced(self, key: int, adopts: bool = False) -> None:
         """Its first blocks can be read, or adopted: it may reserve from now on."""
@@ -216,26 +227,55 @@ class Scheduler:
 
     def next_batch(self) -> Step:
         """Slots of the next forward, oldest first; nothing while a step runs."""
-        if self._in_step:
+        if self._steps:
             return Step((), ())
         preempted: list[int] = []
-        slots: list[Slot] = []
-        for sequence in self._by_age(_State.RUNNING):
-            if sequence.state is _State.RUNNING and self._grow(sequence, preempted):
-                kv_len = sequence.kv_tokens + 1
-                slots.append(Slot(sequence.key, kv_len, tuple(sequence.blocks)))
-                self._in_step[sequence.key] = sequence
-        return Step(tuple(slots), tuple(preempted))
+        grown = [
+            sequence
+            for sequence in self._by_age(_State.RUNNING)
+            if sequence.state is _State.RUNNING and self._grow(sequence, preempted)
+        ]
+        return Step(self._planned(grown), tuple(preempted))
+
+    def look_ahead(self) -> Step | None:
+        """Slots of the forward behind the running one, as if none of its sequences ended in
+        it; None where there is no running one, where one is planned already, or where a
+        sequence would need a block that another holds. `complete` or `withdraw` it."""
+        if len(self._steps) != 1:
+            return None
+        running = self._by_age(_State.RUNNING)
+        longer = [sequence for sequence in running if sequence.next_kv <= sequence.most_tokens]
+        if not longer or not all(self._extend(sequence) for sequence in longer):
+            return None
+        return Step(self._planned(longer), ())
+
+    def _planned(self, sequences: list[_Sequence]) -> tuple[Slot, ...]:
+        slots = tuple(Slot(s.key, s.next_kv, tuple(s.blocks)) for s in sequences)
+        for sequence in sequences:
+            sequence.in_steps += 1
+        if sequences:
+            self._steps.append(sequences)
+        return slots
 
     def complete(self) -> bool:
         """The running step is done: its sequences have one more token of KV. Whether blocks
         are free now, of those that left during it."""
-        left = [sequence for sequence in self._in_step.values() if sequence.gone]
-        for sequence in self._in_step.values():
+        done = self._steps.popleft() if self._steps else []
+        for sequence in done:
             sequence.kv_tokens += 1
+        return self._over(done)
+
+    def withdraw(self) -> bool:
+        """The step that was planned behind the running one won't run. Whether blocks are free
+        now, as in `complete`."""
+        return self._over(self._steps.pop())
+
+    def _over(self, step: list[_Sequence]) -> bool:
+        for sequence in step:
+            sequence.in_steps -= 1
+        left = [sequence for sequence in step if sequence.gone and not sequence.in_steps]
         for sequence in left:
             self._release(sequence)
-        self._in_step.clear()
         return bool(left)
 
     def finish(self, key: int) -> None:
@@ -245,7 +285,7 @@ class Scheduler:
         if sequence is None:
             return
         self._queue.drop(key)
-        if key in self._in_step:
+        if sequence.in_steps:
             sequence.gone = True
         else:
             self._release(sequence)
@@ -264,10 +304,7 @@ class Scheduler:
 
     def _grow(self, sequence: _Sequence, preempted: list[int]) -> bool:
         """Whether the sequence has a place for its next token; makes one if it must."""
-        while len(sequence.blocks) * self._block_tokens <= sequence.kv_tokens:
-            if self._blocks.free_count:
-                sequence.blocks += self._blocks.allocate(1)
-                continue
+        while not self._extend(sequence):
             if self._count(_State.LEAVING):
                 return False  # blocks are on their way
             victim = self._by_age(_State.LOADING, _State.RUNNING)[-1]
@@ -275,6 +312,14 @@ class Scheduler:
             if victim is sequence:
                 return False
         return True
+
+    def _extend(self, sequence: _Sequence) -> bool:
+        """The same, of free blocks alone."""
+        lacking = self._blocks_for(sequence.next_kv) - len(sequence.blocks)
+        if lacking > 0 and self._blocks.free_count >= lacking:
+            sequence.blocks += self._blocks.allocate(lacking)
+            return True
+        return lacking <= 0
 
     def _preempt(self, victim: _Sequence, preempted: list[int]) -> None:
         preempted.append(victim.key)
@@ -291,7 +336,11 @@ class Scheduler:
             self._blocks.free(blocks)
 
     def check_integrity(self) -> None:
-        sequences = {**self._in_step, **self._all}.values()
+        planned = {sequence.key: sequence for step in self._steps for sequence in step}
+        sequences = {**planned, **self._all}.values()
+        assert Counter(s.key for step in self._steps for s in step) == Counter(
+            {s.key: s.in_steps for s in sequences if s.in_steps}
+        )
         held = Counter(b for s in sequences for b in s.blocks[s.adopted :])
         for block, holders in held.items():
             assert self._blocks.references(block) >= holders, f"block {block} is held, and free"

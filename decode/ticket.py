@@ -77,6 +77,8 @@ class Ticket:
     """Start's token; there from Start on."""
     last_id: int = 0
     """The token that the next step feeds."""
+    ended: bool = False
+    """Its last token is made, or a step failed: no step needs to make another."""
     stopped: bool = False
     events: Mailbox[Event] = field(default_factory=Mailbox)
 
@@ -113,6 +115,14 @@ class Ticket:
     def length(self) -> int:
         """Prompt and output, the last token included."""
         return self.job.prompt_length + self.sampler.num_output
+
+    def accept(self, token_id: int, max_context: int) -> FinishReason | None:
+        """The token is output now; whether it is the last. Called where steps are made."""
+        self.last_id = token_id
+        context_full = self.length + 1 >= max_context
+        reason = self.sampler.accept(token_id, context_full=context_full)
+        self.ended = reason is not None
+        return reason
 
     @property
     def timing(self) -> StageTiming:

@@ -19,11 +19,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from decode.forward import Runner
+from decode.forward import Made, Runner
 from decode.loading import KvReader
-from decode.scheduler import Place, Scheduler, Slot
+from decode.scheduler import Place, Scheduler, Slot, Step
 from decode.ticket import Admitted, Finished, KvFetched, ReadsTerminal, Ticket, TokenMade
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind, invalid
@@ -35,11 +35,11 @@ from epd.models.warm_up import warm_up
 from epd.obs import metrics
 from epd.rpc.status import internal
 from epd.runtime.group import Description, Load
-from epd.runtime.isolate import doubtful, run_isolated
+from epd.runtime.isolate import doubtful
 from epd.runtime.kv import num_blocks
 from epd.runtime.memory import OwnedMemory
+from epd.runtime.series import Series
 from epd.runtime.steps import EngineThread, StepLoop
-from epd.runtime.streams import Stopwatch
 from epd.runtime.worker import StageWorker
 from epd.sampling.grammar import Grammars
 from epd.sampling.params import validate
@@ -81,7 +81,8 @@ class DecodeWorker(StageWorker[Ticket]):
             config.decode.max_queue,
             self._num_blocks,
         )
-        self._runner = Runner(lm, kv.pool)
+        self._runner = Runner(lm, kv.pool, max_context)
+        self._series = Series(self.steps, self._runner.step, self._done)
         spec = self.spec
         self._grammars = Grammars(spec.path, spec.vocab_size, spec.eos_token_ids)
         self._reader = KvReader(self.spec, kv, memory, shared)
@@ -164,11 +165,12 @@ class DecodeWorker(StageWorker[Ticket]):
     def _run_when_ready(self, ticket: Ticket) -> None:
         if ticket.first is None or not ticket.fetched or ticket.stopped:
             return
-        reason = self._accept(ticket, ticket.first)
+        reason = ticket.accept(ticket.first.id, self._max_context)
         if reason is not None:
             self._finish(ticket, reason)
         else:
             self._scheduler.start(ticket.key)
+            self._look_ahead()
             self.steps.poke()
 
     async def _load(self, ticket: Ticket, place: Place) -> None:
@@ -240,6 +242,7 @@ class DecodeWorker(StageWorker[Ticket]):
 
     def _release(self, ticket: Ticket) -> None:
         self._scheduler.finish(ticket.key)
+        self._look_ahead()
         self.steps.poke()
 
     def _waits(self, ticket: Ticket) -> bool:
@@ -267,54 +270,60 @@ class DecodeWorker(StageWorker[Ticket]):
                 self._preempt(self._tickets[key])
         if not step.slots:
             return False
-        work = [(slot, self._tickets[slot.key]) for slot in step.slots]
-        watch = Stopwatch()
-        results = await self._run(work)
-        for (slot, ticket), result in zip(work, results, strict=True):
-            self._keep(slot, ticket, result)
-        if self._scheduler.complete():
-            self.steps.poke()  # a prefill in this process may wait for them
-        for (_, ticket), result in zip(work, results, strict=True):
-            ticket.run_ms += watch.ms
-            if not ticket.stopped:
-                self._apply(ticket, result)
+        try:
+            self._look_ahead()
+            await self._series.run(self._work(step))
+        finally:
+            self._withdraw()
         return True
 
-    async def _run(self, work: list[tuple[Slot, Ticket]]) -> list[SampledToken | EpdError]:
-        metrics.TOKENS.labels(self.stage).inc(len(work))
-        results = await self.steps.run(
-            lambda: run_isolated(
-                self._runner.run, work, lambda one: one[1].job.request_id, self.stage
-            ),
-            len(work),
-        )
-        return list(results)
+    def _work(self, step: Step) -> list[tuple[Slot, Ticket]]:
+        return [(slot, self._tickets[slot.key]) for slot in step.slots]
 
-    def _keep(self, slot: Slot, ticket: Ticket, result: SampledToken | EpdError) -> None:
+    def _look_ahead(self) -> None:
+        """Offer the step behind the running one, with all who run now."""
+        self._withdraw()
+        step = self._scheduler.look_ahead()
+        if step is not None:
+            self._series.offer(self._work(step))
+
+    def _withdraw(self) -> None:
+        if self._series.withdraw() and self._scheduler.withdraw():
+            self.steps.poke()  # a prefill in this process may wait for the blocks
+
+    def _done(self, made: Sequence[Made], ms: float) -> None:
+        """A step is over; the one behind it may run already."""
+        metrics.TOKENS.labels(self.stage).inc(len(made))
+        for one in made:
+            self._keep(one)
+        if self._scheduler.complete():
+            self.steps.poke()  # as above
+        for one in made:
+            one.ticket.run_ms += ms
+            if not one.ticket.stopped:
+                self._apply(one)
+        self._admit()
+        self._look_ahead()
+
+    def _keep(self, made: Made) -> None:
         """Cache the block that the step filled, if it did, whatever becomes of the request."""
-        if isinstance(result, EpdError):
-            if doubtful(result):
-                self._kv.prefix.discard(ticket.chain.hashes)  # it may be the reason
+        chain = made.ticket.chain
+        if isinstance(made.result, EpdError):
+            if doubtful(made.result):
+                self._kv.prefix.discard(chain.hashes)  # it may be the reason
             return
-        known = len(ticket.chain.hashes)
-        ticket.chain.extend([ticket.last_id])
-        filled = ticket.chain.hashes[known:]
-        self._kv.prefix.insert(filled, slot.blocks[known : known + len(filled)])
+        known = len(chain.hashes)
+        chain.extend([made.fed_id])
+        filled = chain.hashes[known:]
+        self._kv.prefix.insert(filled, made.slot.blocks[known : known + len(filled)])
 
-    def _apply(self, ticket: Ticket, result: SampledToken | EpdError) -> None:
-        if isinstance(result, EpdError):
-            self._fail(ticket, result)
+    def _apply(self, made: Made) -> None:
+        if isinstance(made.result, EpdError):
+            self._fail(made.ticket, made.result)
             return
-        reason = self._accept(ticket, result)
-        ticket.events.put(TokenMade(ticket.sampler.num_output - 1, result))
-        if reason is not None:
-            self._finish(ticket, reason)
-
-    def _accept(self, ticket: Ticket, token: SampledToken) -> FinishReason | None:
-        """The token is output now; whether it is the last."""
-        ticket.last_id = token.id
-        context_full = ticket.length + 1 >= self._max_context
-        return ticket.sampler.accept(token.id, context_full=context_full)
+        made.ticket.events.put(TokenMade(made.index, made.result))
+        if made.reason is not None:
+            self._finish(made.ticket, made.reason)
 
     def _finish(self, ticket: Ticket, reason: FinishReason) -> None:
         metrics.observe_phases(self.stage, ticket.timing)

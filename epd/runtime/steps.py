@@ -35,6 +35,26 @@ class EngineThread:
         self.advanced = time.monotonic()
         """When a part of a step was done last."""
         self._loops: list[StepLoop] = []
+        self._waiting: set[object] = set()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether another step waits for the thread."""
+        return bool(self._waiting)
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Run something behind all that waits already; raises what it raises."""
+        turn = object()
+
+        def begun() -> Result:
+            self._waiting.discard(turn)
+            return work()
+
+        self._waiting.add(turn)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.executor, begun)
+        finally:
+            self._waiting.discard(turn)
 
     def join(self, loop: StepLoop) -> None:
         """Its steps run here from now on."""
@@ -123,28 +143,48 @@ class StepLoop:
         Raises:
             What `work` raises; it is counted as a failed step.
         """
+        try:
+            return await self.in_thread(lambda: self.timed(work))
+        finally:
+            self.count(size, self.last_ms)
 
-        def timed() -> Result:
-            start = time.monotonic()
-            try:
-                time.sleep(self._faults.value("step.hang"))
-                return work()
-            finally:
-                self.last_ms = (time.monotonic() - start) * 1e3
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """Run in the engine thread what makes steps, each of them `timed` and counted.
 
+        Raises:
+            What `work` raises; it is counted as a failed step.
+        """
         self.in_step = True
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread.executor, timed)
+            return await self._thread.run(work)
         except Exception:
             metrics.STEP_FAILURES.labels(self.stage).inc()
             raise
         finally:
             self.in_step = False
-            self.steps += 1
-            self._last_progress = time.monotonic()
-            metrics.STEPS.labels(self.stage).inc()
-            metrics.STEP_SECONDS.labels(self.stage).observe(self.last_ms / 1e3)
-            metrics.STEP_SIZE.labels(self.stage).observe(size)
+
+    def timed(self, work: Callable[[], Result]) -> Result:
+        """Run one forward, in the engine thread."""
+        start = time.monotonic()
+        try:
+            if hang := self._faults.value("step.hang"):
+                time.sleep(hang)
+            return work()
+        finally:
+            self.last_ms = (time.monotonic() - start) * 1e3
+
+    @property
+    def wanted(self) -> bool:
+        """Whether another stage's step waits for the engine thread."""
+        return self._thread.wanted
+
+    def count(self, size: int, ms: float) -> None:
+        """A step of so many sequences is over."""
+        self.steps += 1
+        self._last_progress = time.monotonic()
+        metrics.STEPS.labels(self.stage).inc()
+        metrics.STEP_SECONDS.labels(self.stage).observe(ms / 1e3)
+        metrics.STEP_SIZE.labels(self.stage).observe(size)
 
     def stalled_for(self) -> float:
         """Seconds since the last progress while there is work; 0 without work."""

@@ -203,9 +203,13 @@ def prefill_job(
 
 
 def decode_job(
-    ids: Sequence[int], max_tokens: int = 8, arrival_ms: int = 0, **more: Any
+    ids: Sequence[int],
+    max_tokens: int = 8,
+    arrival_ms: int = 0,
+    stops: Sequence[int] = (),
+    **more: Any,
 ) -> DecodeJob:
     prompt, items = more.pop("prompt", len(ids)), more.pop("items", ())
-    sampling = SamplingParams(max_tokens=max_tokens)
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stops))
     ids = tuple(ids)
     return DecodeJob("r", 1, 5, ids, prompt, items, sampling, 0, arrival_ms=arrival_ms, **more)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode.scheduler import Scheduler
+from decode.scheduler import Scheduler, Slot
 from epd.errors import EpdError, ErrorKind
 from epd.kv.blocks import BlockAllocator
 from epd.kv.layout import KvLayout, LayerShape
@@ -247,6 +247,63 @@ def test_what_is_cached_gives_way_to_a_growing_sequence() -> None:
     assert len(prefix) == 0
 
 
+def test_the_step_behind_the_running_one_is_planned_as_if_nobody_ended() -> None:
+    scheduler = make()
+    assert scheduler.look_ahead() is None, "nothing runs"
+    join(scheduler, 0, kv=7)
+    load(scheduler, 0)
+    assert [slot.kv_len for slot in scheduler.next_batch().slots] == [8]
+    ahead = scheduler.look_ahead()
+    assert ahead is not None
+    assert [(slot.kv_len, len(slot.blocks)) for slot in ahead.slots] == [(9, 3)]
+    assert scheduler.look_ahead() is None, "one at a time"
+    assert scheduler.next_batch().slots == ()
+    scheduler.complete()
+    scheduler.check_integrity()
+    assert scheduler.next_batch().slots == (), "it may run already"
+    scheduler.complete()
+    assert [slot.kv_len for slot in scheduler.next_batch().slots] == [10]
+
+
+def test_a_plan_that_is_withdrawn_can_be_made_again_with_a_newcomer() -> None:
+    scheduler = make()
+    join(scheduler, 0, kv=4)
+    load(scheduler, 0)
+    scheduler.next_batch()
+    assert scheduler.look_ahead() is not None
+    join(scheduler, 1, kv=1)
+    load(scheduler, 1)
+    scheduler.withdraw()
+    ahead = scheduler.look_ahead()
+    assert ahead is not None
+    assert [(slot.key, slot.kv_len) for slot in ahead.slots] == [(0, 6), (1, 2)]
+    scheduler.check_integrity()
+
+
+def test_no_step_is_planned_beyond_an_output_s_end() -> None:
+    scheduler = make()
+    join(scheduler, 0, kv=4, most=5)
+    join(scheduler, 1, kv=4, most=6)
+    load(scheduler, 0, 1)
+    scheduler.next_batch()
+    ahead = scheduler.look_ahead()
+    assert ahead is not None
+    assert [slot.key for slot in ahead.slots] == [1]
+
+
+def test_a_plan_takes_no_block_from_anybody() -> None:
+    scheduler = make(num_blocks=4)
+    for key in (0, 1):
+        join(scheduler, key, kv=3, most=12)
+    load(scheduler, 0, 1)
+    for _ in range(4):
+        assert step(scheduler) == ([0, 1], [])
+    assert len(scheduler.next_batch().slots) == 2
+    assert scheduler.look_ahead() is None, "both need a third block, and there is none"
+    scheduler.complete()
+    assert step(scheduler) == ([0], [1])
+
+
 class Simulation:
     """Sequences over one pool: read, step by step, pushed out, coming again; all blocks
     carry the hash of what was written last, as real ones carry KV."""
@@ -295,29 +352,42 @@ class Simulation:
                 self.scheduler.start(key)
 
     def step(self) -> None:
-        done = self.scheduler.next_batch()
-        for slot in done.slots:
-            assert slot.kv_len == self.have[slot.key] + 1 <= len(slot.blocks) * BLOCK
-            block = slot.blocks[(slot.kv_len - 1) // BLOCK]
-            assert self.blocks.references(block) == 1, "writes into a block of two"
-            assert not self.prefix.knows(block), "writes into a cached block"
-            self.content[block] = b"being written"
-            if slot.kv_len % BLOCK == 0:
-                (filled,) = self.hashes(slot.key, slot.kv_len)[-1:]
-                self.content[block] = filled
-                self.prefix.insert([filled], [block])
-        self.scheduler.complete()
-        for key in done.preempted:
+        """One, or several that were planned before the one before was done."""
+        running = self.scheduler.next_batch()
+        for key in running.preempted:
             if key in self.loading:
                 self.leaving.add(key)
             else:
                 self.come(key)
             self.loading.discard(key)
-        for slot in done.slots:
-            self.have[slot.key] += 1
-            if self.have[slot.key] == self.need[slot.key]:
-                self.scheduler.finish(slot.key)
-                self.unfinished.discard(slot.key)
+        while running is not None:
+            ahead = self.scheduler.look_ahead() if self.random.random() < 0.6 else None
+            if ahead is not None and self.random.random() < 0.3:
+                self.scheduler.withdraw()
+                ahead = None
+            self.scheduler.check_integrity()
+            slots = [slot for slot in running.slots if slot.key in self.unfinished]
+            for slot in slots:
+                self.write(slot)
+            self.scheduler.complete()
+            for slot in slots:
+                self.have[slot.key] += 1
+                if self.have[slot.key] == self.need[slot.key]:
+                    self.scheduler.finish(slot.key)
+                    self.unfinished.discard(slot.key)
+            running = ahead
+
+    def write(self, slot: Slot) -> None:
+        assert slot.kv_len == self.have[slot.key] + 1 <= len(slot.blocks) * BLOCK
+        assert slot.kv_len <= self.need[slot.key]
+        block = slot.blocks[(slot.kv_len - 1) // BLOCK]
+        assert self.blocks.references(block) == 1, "writes into a block of two"
+        assert not self.prefix.knows(block), "writes into a cached block"
+        self.content[block] = b"being written"
+        if slot.kv_len % BLOCK == 0:
+            (filled,) = self.hashes(slot.key, slot.kv_len)[-1:]
+            self.content[block] = filled
+            self.prefix.insert([filled], [block])
 
     def reads_end(self) -> None:
         for key in sorted(self.leaving):

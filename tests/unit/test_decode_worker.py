@@ -188,3 +188,34 @@ async def test_a_closed_reader_that_is_pushed_out_harms_nobody() -> None:
     assert (await draining)[-1].output_tokens == 55
     bench.worker.close(older)
     await bench.close()
+
+
+async def test_who_comes_or_leaves_during_a_step_is_in_the_next_one_or_not(bench: Bench) -> None:
+    """Although that was planned before."""
+    bench.lm.gate.clear()
+    first = await bench.join([20], first=30, max_tokens=9)
+    await until(lambda: bench.worker.steps.in_step)
+    second = await bench.join([20], first=60, max_tokens=9)
+    third = await bench.join([20], first=70, max_tokens=9)
+    await until(lambda: bench.worker.load().running == 3 and third.fetched)
+    bench.worker.close(second)
+    bench.lm.gate.set()
+    for ticket in (first, third):
+        assert isinstance((await drain(ticket))[-1], Finished)
+        bench.worker.close(ticket)
+    assert bench.lm.batches[:2] == [[30], [31, 70]]
+
+
+async def test_nothing_is_computed_beyond_an_output_s_end(bench: Bench) -> None:
+    """Be it foreseen or not: a stop id ends the shorter one."""
+    bench.lm.gate.clear()
+    longer = await bench.join([20], first=30, max_tokens=6)
+    shorter = await bench.join([20], first=60, max_tokens=9, stops=[63])
+    await until(lambda: bench.worker.steps.in_step)
+    bench.lm.gate.set()
+    assert (await drain(longer))[-1].output_tokens == 6
+    assert (await drain(shorter))[-1].reason is FinishReason.STOP
+    fed = [token for batch in bench.lm.batches for token in batch]
+    assert sorted(fed) == [30, 31, 32, 33, 34, 60, 61, 62]
+    for ticket in (longer, shorter):
+        bench.worker.close(ticket)
