@@ -37,7 +37,7 @@ class Runner:
         self._lm = lm
         self._pool = pool
         self._max_context = max_context
-        self._sampler = Sampler(lm.spec.vocab_size, lm.best)
+        self._sampler = Sampler(lm.spec.vocab_size)
 
     def step(self, work: Sequence[tuple[Slot, Ticket]], begin: Callable[[], None]) -> list[Made]:
         """One forward, and its tokens accepted as output. Sequences that ended meanwhile, or
@@ -79,5 +79,5 @@ class Runner:
             DecodeRow(ticket.last_id, slot.kv_len, ticket.job.position_delta, slot.blocks)
             for slot, ticket in work
         ]
-        logits = self._lm.decode(rows, self._pool, begin)
-        return self._sampler.sample(logits, [ticket.sampler for _, ticket in work])
+        logits, best = self._lm.decode(rows, self._pool, begin)
+        return self._sampler.sample(logits, [ticket.sampler for _, ticket in work], best)

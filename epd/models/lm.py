@@ -34,18 +34,18 @@ from epd.models.gpu.graphs import DecodeGraphs, buckets
 from epd.models.grids import check_grids
 from epd.models.kernels import build
 from epd.models.kernels.attention import AttentionKernel
-from epd.models.kernels.best import BestKernel
 from epd.models.kernels.build import Library
 from epd.models.kernels.layer import fuse_layers
 from epd.models.kernels.linear import Int8Kernel, LinearKernel, pack_linears
 from epd.models.kernels.memory import keep_freed_memory
+from epd.models.kernels.norm import FusedNorm, fuse_norm
 from epd.models.kernels.stack import Stack, stack_layers
 from epd.models.progress import report_layers
 from epd.models.quantize import NAME, quantize_linears
-from epd.models.shortcut import DecodeRow, Shortcut, agree, make_shortcut
+from epd.models.shortcut import Decoded, DecodeRow, Shortcut, agree, make_shortcut
 from epd.models.spec import ModelSpec
 
-__all__ = ["DecodeRow", "ForwardBatch", "LanguageModel", "SequenceSlice"]
+__all__ = ["DecodeRow", "Decoded", "ForwardBatch", "LanguageModel", "SequenceSlice"]
 
 Quantize = Literal["off", "int8", "int8-decode"]
 _WHOLE_ROWS: Final = 64
@@ -107,9 +107,8 @@ class LanguageModel:
         self._graphs: DecodeGraphs | None = None
         self._whole_rows = 0
         """So many go through all layers in one call."""
+        self._norm: FusedNorm | None = None
         self._shortcut: Shortcut | None = None
-        self.best: BestKernel | None = None
-        """Of bfloat16 logits, which `decode` may give."""
         self._reports: list[Callable[[], None]] = []
         if kernels is not None:
             self._use(kernels)
@@ -131,6 +130,7 @@ class LanguageModel:
         pack_linears(self.model, kernel(library, threads))
         self._attention = AttentionKernel(library, threads)
         fuse_layers(self.model.get_decoder(), library, threads)
+        self._norm = fuse_norm(self.model.get_decoder(), library, threads)
 
     def _try_whole(self) -> bool:
         """Run few rows through all layers in one call from now on, if that gives the bits
@@ -152,12 +152,12 @@ class LanguageModel:
     def _try_shortcut(self, stack: Stack, library: Library) -> None:
         """Run decode steps without the model's own Python from now on, if that gives the bits
         that its forward gives."""
-        assert self._attention is not None
-        tile = ROW_TILE if self.exact else 1
-        shortcut = make_shortcut(self.model, stack, self._attention, self._has_mrope, tile)
-        other = self.spec.image_token_id + 1
+        if self._norm is None:
+            return
+        threads, other = torch.get_num_threads(), self.spec.image_token_id + 1
+        shortcut = make_shortcut(library, self.model, stack, self._norm, self._has_mrope, threads)
         if shortcut and agree(shortcut, self._decode_by_forward, self.kv_layout, (1, other, 2)):
-            self._shortcut, self.best = shortcut, BestKernel(library)
+            self._shortcut = shortcut
 
     @classmethod
     def load(
@@ -301,24 +301,22 @@ class LanguageModel:
         rows: Sequence[DecodeRow],
         pool: KvPool,
         begin: Callable[[], None] = lambda: None,
-    ) -> Tensor:
-        """Logits [N, vocab] of each row's next token: float32, or the same numbers in
-        bfloat16 where `best` is there. Writes the new keys and values.
+    ) -> Decoded:
+        """Logits of each row's next token. Writes the new keys and values.
 
         `begin` is called when everything is prepared: what needs the interpreter may run now.
         """
-        image = self.spec.image_token_id
         few = len(rows) <= self._whole_rows
-        if self._shortcut is None or not few or any(row.token_id == image for row in rows):
+        if self._shortcut is None or not few or not self._shortcut.takes(rows, self.spec):
             begin()
-            return self._decode_by_forward(rows, pool)
-        logits = self._shortcut(rows, pool, begin)
+            return Decoded(self._decode_by_forward(rows, pool), None)
+        decoded = self._shortcut(rows, pool, begin)
         for done in self._reports:
             done()
-        return logits
+        return decoded
 
     def _decode_by_forward(self, rows: Sequence[DecodeRow], pool: KvPool) -> Tensor:
-        """As `decode`, float32."""
+        """Logits [N, vocab] float32."""
         positions = [self.continuation(row.kv_len - 1, 1, row.delta) for row in rows]
         batch = ForwardBatch(
             token_ids=torch.tensor([row.token_id for row in rows]),

@@ -1,27 +1,36 @@
-"""A decode step without the model's own Python around its layers.
+"""A decode step in one call, without the model's own Python.
 
 Between embedding and head a model's forward calls its layers one by one, makes masks and
-rotary embeddings, and packs results: a millisecond and a half in which the kernels wait. For
-plain tokens all that is known beforehand. Whether this is all that a model does with them is
-not read from a name: `LanguageModel` compares the bits of both ways when it is loaded.
+rotary embeddings, and packs results: for plain tokens all that is known beforehand, and
+every piece of it is slow, since a step has just streamed all weights through the caches.
+Whether embedding, layers, norm and head are all that a model does with them is not read from
+a name: `LanguageModel` compares the bits of both ways when it is loaded.
 
 Shapes: T sequences, one new token each; D head size; V vocabulary.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
+from array import array
 from collections.abc import Callable, Sequence
+from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from epd.kv.layout import KvLayout
 from epd.kv.pool import KvPool
-from epd.models.attention import Kernel, SequenceSlice, plan_step
+from epd.models.attention import SequenceSlice
+from epd.models.kernels.attention import StepTables
+from epd.models.kernels.build import Library
+from epd.models.kernels.linear import PackedLinear
+from epd.models.kernels.norm import FusedNorm
 from epd.models.kernels.stack import Stack
+from epd.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -41,39 +50,119 @@ class DecodeRow:
     """Block table; covers at least `kv_len` tokens."""
 
 
+class Decoded(NamedTuple):
+    """What a decode step made."""
+
+    logits: Tensor
+    """[T, V], float32, or the same numbers in the model's dtype."""
+    best: Sequence[int] | None
+    """Where they are known: the lowest of each row's best ids; -1 for a row whose largest
+    logit is not finite, or that has one which is no number."""
+
+
+class _Decoder(ctypes.Structure):
+    """`Decoder` of decode.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("layers", "embedding", "norm", "head", "head_bias")),
+        *((name, c_int64) for name in ("count", "hidden", "vocabulary", "d", "format")),
+        ("epsilon", c_float),
+    )
+
+
 class Shortcut:
     """Embedding, layers, norm and head of a model whose layers run in one call."""
 
-    def __init__(self, model: Any, stack: Stack, kernel: Kernel, mrope: bool, tile: int) -> None:
-        """`tile`: rows are padded to a multiple of it, with placeholders of id 0."""
-        decoder = model.get_decoder()
-        self._embed, self._norm = model.get_input_embeddings(), decoder.norm
-        self._head = model.get_output_embeddings()
-        self._rotary = _Rotary(decoder.rotary_emb, self._embed.weight.dtype, mrope)
-        self._stack, self._kernel, self._tile = stack, kernel, tile
+    def __init__(
+        self, library: Library, model: Any, stack: Stack, norm: FusedNorm, mrope: bool, threads: int
+    ) -> None:
+        """Raises AttributeError: the model has not the parts of a plain decoder."""
+        self._run = library.handle.epd_decode
+        pointers = (c_void_p,) * 9
+        self._run.argtypes = (*(c_void_p,) * 2, c_int64, *pointers, c_int)
+        self._run.restype = None
+        self._stack, self._norm, self._threads = stack, norm, threads
+        self._embedding: Tensor = model.get_input_embeddings().weight
+        head = model.get_output_embeddings().forward
+        plain = isinstance(head, PackedLinear) and self._embedding.dtype is torch.bfloat16
+        if not plain or self._embedding.shape[0] < head.n or self._embedding.shape[1] != head.k:
+            raise AttributeError("head and embedding are not those of a plain decoder")
+        self._head = head
+        self._rotary = _Rotary(model.get_decoder().rotary_emb, stack.d, mrope)
+        self._struct = _Decoder(
+            *(stack.weights_at, self._embedding.data_ptr(), norm.weight.data_ptr()),
+            *(head.weight_at, head.bias_at, stack.count, head.k, head.n, stack.d, head.format),
+            norm.epsilon,
+        )
+        self._at = ctypes.addressof(self._struct)
+
+    def takes(self, rows: Sequence[DecodeRow], spec: ModelSpec) -> bool:
+        """Whether these are plain tokens at positions that the model has. A peer says the
+        delta, and which tokens were generated."""
+        return all(
+            0 <= row.kv_len - 1 + row.delta < spec.max_positions
+            and 0 <= row.token_id < self._head.n
+            and row.token_id != spec.image_token_id
+            for row in rows
+        )
 
     def __call__(
         self, rows: Sequence[DecodeRow], pool: KvPool, begin: Callable[[], None]
-    ) -> Tensor:
-        """Logits [T, V] in the model's dtype; writes the new keys and values. `begin` is
-        called when all is prepared and the layers come next."""
-        padding = [0] * (-len(rows) % self._tile)
-        ids = torch.tensor([[*(row.token_id for row in rows), *padding]])
-        places = [*(row.kv_len - 1 + row.delta for row in rows), *padding]
+    ) -> Decoded:
+        """Writes the new keys and values. `begin` is called when all is prepared, at the last
+        moment before the interpreter's lock is let go of."""
+        ids = array("q", [row.token_id for row in rows])
+        places = array("q", [row.kv_len - 1 + row.delta for row in rows])
         slices = [SequenceSlice(1, row.kv_len, row.blocks) for row in rows]
-        step = plan_step(pool, slices, exact=False, kernel=self._kernel, whole=True)
-        x, (cos, sin) = self._embed(ids), self._rotary(places)
-        x = self._norm(self._stack(x, cos, sin, step, begin=begin))
-        logits: Tensor = self._head(x[:, : len(rows)])[0]
-        return logits
+        tables = StepTables(pool.layout, slices)
+        logits = torch.empty((len(rows), self._head.n), dtype=torch.bfloat16)
+        best = (c_int64 * len(rows))()
+        call = (
+            *(self._at, tables.address, len(rows), ids.buffer_info()[0], places.buffer_info()[0]),
+            *(*self._rotary.reaching(max(places)), *self._stack.places(pool)),
+            *(logits.data_ptr(), ctypes.addressof(best), self._threads),
+        )
+        begin()
+        self._run(*call)
+        return Decoded(logits, list(best))
+
+
+class _Rotary:
+    """Rows of a model's rotary embedding by position, made ahead by its own module."""
+
+    def __init__(self, module: Any, d: int, mrope: bool) -> None:
+        """Raises AttributeError: its rows are not one for each position, of size `d`."""
+        self._module, self._d = module, d
+        self._shape = (3, 1, -1) if mrope else (1, -1)
+        self._tables: tuple[Tensor, ...] = ()
+        self._count = 0
+        self._addresses: tuple[int, ...] = ()
+        self._make(1)
+
+    def reaching(self, place: int) -> tuple[int, ...]:
+        """Addresses of cos and sin [more than `place`, D]."""
+        if place >= self._count:
+            self._make(place + 1)
+        return self._addresses
+
+    def _make(self, least: int) -> None:
+        """Twice as many as before: seldom, and some milliseconds each."""
+        self._count = max(_LEAST_POSITIONS, 1 << (least - 1).bit_length())
+        positions = torch.arange(self._count).expand(self._shape)
+        made = self._module(torch.empty(0, dtype=torch.bfloat16), positions)
+        for table in made:
+            if table.shape != (1, self._count, self._d) or table.dtype is not torch.bfloat16:
+                raise AttributeError("rotary embeddings are not those of a plain decoder")
+        self._tables = tuple(table[0].contiguous() for table in made)
+        self._addresses = tuple(table.data_ptr() for table in self._tables)
 
 
 def make_shortcut(
-    model: Any, stack: Stack, kernel: Kernel, mrope: bool, tile: int
+    library: Library, model: Any, stack: Stack, norm: FusedNorm, mrope: bool, threads: int
 ) -> Shortcut | None:
     """None where the model has not the parts of a plain decoder."""
     try:
-        return Shortcut(model, stack, kernel, mrope, tile)
+        return Shortcut(library, model, stack, norm, mrope, threads)
     except AttributeError as error:
         logger.info("decode steps go by the model's own forward: %s", error)
         return None
@@ -91,30 +180,7 @@ def agree(shortcut: Shortcut, forward: Decode, layout: KvLayout, ids: Sequence[i
         tables = [[block] * layout.blocks_for(at) for block in range(len(ids))]
         rows = [DecodeRow(token, at, 0, table) for token, table in zip(ids, tables, strict=True)]
         for some in (rows, rows[:1]):
-            found = shortcut(some, pools[0], lambda: None)
+            found = shortcut(some, pools[0], lambda: None).logits
             if not torch.equal(found.float(), forward(some, pools[1])):
                 return False
     return torch.equal(pools[0].bytes, pools[1].bytes)
-
-
-class _Rotary:
-    """Rows of a model's rotary embedding by position, made ahead by its own module."""
-
-    def __init__(self, module: Any, dtype: torch.dtype, mrope: bool) -> None:
-        self._module, self._like = module, torch.empty(0, dtype=dtype)
-        self._shape = (3, 1, -1) if mrope else (1, -1)
-        self._tables: tuple[Tensor, ...] = ()
-
-    def __call__(self, places: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """cos and sin [1, T, D]."""
-        if not self._tables or max(places) >= len(self._tables[0]):
-            self._make(max(places) + 1)
-        at = torch.tensor(places)
-        cos, sin = (table.index_select(0, at)[None] for table in self._tables)
-        return cos, sin
-
-    def _make(self, least: int) -> None:
-        """Twice as many as before: seldom, and some milliseconds each."""
-        count = max(_LEAST_POSITIONS, 1 << (least - 1).bit_length())
-        positions = torch.arange(count).expand(self._shape)
-        self._tables = tuple(table[0].contiguous() for table in self._module(self._like, positions))

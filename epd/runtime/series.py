@@ -70,10 +70,11 @@ class Series(Generic[Work, Result]):
             finally:
                 give(None)
 
-        running = asyncio.ensure_future(self._steps.in_thread(follow))
+        running = asyncio.create_task(self._steps.in_thread(follow), name="series of steps")
         try:
             while (result := await given.get()) is not None:
-                self._steps.count(len(result[0]), result[1])
+                if result[0]:  # else there was nothing left to do
+                    self._steps.count(len(result[0]), result[1])
                 self._done(*result)
             await running
         finally:

@@ -9,7 +9,7 @@ Shapes: N rows, V vocabulary, C candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -35,24 +35,21 @@ _CLASS_SHIFT: Final = 46
 """Of a double: leaves the exponent and six bits of the mantissa."""
 
 
-Best = Callable[[Tensor], list[int]]
-
-
 class Sampler:
     """Samples rows of `vocab_size` logits."""
 
-    def __init__(self, vocab_size: int, best: Best | None = None) -> None:
-        """`best`: the lowest of each bfloat16 row's best ids, -1 for a row whose largest
-        logit is not finite, or that has one which is no number."""
+    def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self._best = best
 
     @torch.inference_mode()
     def sample(
-        self, logits_NV: Tensor, states: Sequence[SamplerState]
+        self,
+        logits_NV: Tensor,
+        states: Sequence[SamplerState],
+        best: Sequence[int] | None = None,
     ) -> list[SampledToken | EpdError]:
-        """The next token of each row's request; the states are not changed. Logits are
-        float32 numbers, whatever they are kept as.
+        """The next token of each row's request; the states are not changed. Logits count as
+        float32 numbers, whatever they are kept as. `best`: see `epd.models.lm.Decoded`.
 
         A row that can't be sampled (NaN or infinite logits, or nothing left to choose
         from) gets an EpdError in its place; the other rows are not affected.
@@ -61,12 +58,11 @@ class Sampler:
         if not states:
             return []
         logits_NV = logits_NV.cpu()  # from a device in one copy, not row by row
-        if self._best is not None and logits_NV.dtype is torch.bfloat16:
-            known: list[int | None] = [*self._best(logits_NV)]
-            usable = [best != -1 for best in known]
-        else:
-            known = [None] * len(states)
+        known: Sequence[int | None] = [None] * len(states)
+        if best is None:
             usable = torch.isfinite(logits_NV.amax(-1)).tolist()  # NaN where any logit is
+        else:
+            known, usable = best, [token >= 0 for token in best]
         return [
             self._sample_row(logits_NV[row], state, known[row]) if usable[row] else _broken()
             for row, state in enumerate(states)

@@ -15,7 +15,7 @@ from epd.config_sources import load_config
 from epd.jobs import DecodeJob, ImageItem, PrefillJob, SamplingParams
 from epd.kv.layout import KvLayout, LayerShape
 from epd.kv.pool import KvPool
-from epd.models.lm import DecodeRow, ForwardBatch, SequenceSlice
+from epd.models.lm import Decoded, DecodeRow, ForwardBatch, SequenceSlice
 from epd.models.spec import ModelSpec
 from epd.transfer.contract import Peer
 from epd.transfer.engine import ReadStats
@@ -47,7 +47,6 @@ class FakeLm:
     numerics_id = "fake"
     device = "cpu"
     weights_bytes = 0
-    best = None
 
     def __init__(self) -> None:
         self.spec = ModelSpec(
@@ -88,9 +87,7 @@ class FakeLm:
             logits[row, (ids[int(index)] + 1) % 100] = 1
         return logits
 
-    def decode(
-        self, rows: Sequence[DecodeRow], pool: KvPool, begin: Callable[[], None]
-    ) -> torch.Tensor:
+    def decode(self, rows: Sequence[DecodeRow], pool: KvPool, begin: Callable[[], None]) -> Decoded:
         batch = ForwardBatch(
             torch.tensor([row.token_id for row in rows]),
             torch.tensor([[row.kv_len - 1 for row in rows]]),
@@ -98,7 +95,7 @@ class FakeLm:
             range(len(rows)),
         )
         begin()
-        return self.forward(batch, pool)
+        return Decoded(self.forward(batch, pool), None)
 
 
 class FakeEngine:

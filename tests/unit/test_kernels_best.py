@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import c_int64, c_void_p
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,6 @@ from hypothesis.extra import numpy as arrays
 
 from epd.jobs import SampledToken, SamplingParams
 from epd.models.kernels import build
-from epd.models.kernels.best import BestKernel
 from epd.sampling.sampler import Sampler, SamplerState
 
 library = build.load()
@@ -20,7 +21,11 @@ pytestmark = pytest.mark.skipif(library is None, reason="no kernels on this mach
 
 def best(logits: torch.Tensor) -> list[int]:
     assert library is not None
-    return BestKernel(library)(logits)
+    found = (c_int64 * len(logits))()
+    run = library.handle.epd_best
+    run.argtypes, run.restype = (c_void_p, c_int64, c_int64, c_void_p), None
+    run(logits.data_ptr(), *logits.shape, found)
+    return list(found)
 
 
 def expected(row: torch.Tensor) -> int:
@@ -60,12 +65,11 @@ def test_rows_of_a_real_vocabulary_with_many_equal_ones() -> None:
     ],
 )
 def test_a_sampler_gives_the_same_from_both_forms(params: SamplingParams) -> None:
-    assert library is not None
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(2)).bfloat16()
     logits[1, 4] = float("nan")
     states = [SamplerState(params, [1, 2]) for _ in logits]
     apart = Sampler(500).sample(logits.float(), states)
-    found = Sampler(500, BestKernel(library)).sample(logits, states)
+    found = Sampler(500).sample(logits, states, best(logits))
     assert [isinstance(token, SampledToken) for token in found] == [True, False, True]
     assert found[::2] == apart[::2]
     assert str(found[1]) == str(apart[1])

@@ -26,9 +26,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     original = Stack.__call__
 
-    def count(self: Stack, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    def count(self: Stack, x: torch.Tensor, *args: Any) -> torch.Tensor:
         made.append(x.shape[1])
-        return original(self, x, *args, **options)
+        return original(self, x, *args)
 
     monkeypatch.setattr(Stack, "__call__", count)
     return made

@@ -10,7 +10,7 @@ import torch
 
 from epd.kv.pool import KvPool
 from epd.models.kernels import build
-from epd.models.lm import DecodeRow, ForwardBatch, LanguageModel, SequenceSlice
+from epd.models.lm import Decoded, DecodeRow, ForwardBatch, LanguageModel, SequenceSlice
 from epd.models.shortcut import Shortcut
 from tests.tiny import FAMILIES
 
@@ -27,7 +27,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def count(
         self: Shortcut, rows: list[DecodeRow], pool: KvPool, begin: Callable[[], None]
-    ) -> torch.Tensor:
+    ) -> Decoded:
         made.append(len(rows))
         return original(self, rows, pool, begin)
 
@@ -61,12 +61,13 @@ def test_the_same_bits_as_by_the_models_forward(
     pools, rows = (_filled(lm), _filled(lm)), _rows(lm)
     taken.clear()
     begun: list[int] = []
-    found = lm.decode(rows, pools[0], lambda: begun.append(1))
+    found, best = lm.decode(rows, pools[0], lambda: begun.append(1))
     assert taken == [3]
     assert begun == [1]
     with torch.inference_mode():
         wanted = lm._decode_by_forward(rows, pools[1])
     assert torch.equal(found.float(), wanted)
+    assert best == wanted.argmax(-1).tolist()
     assert torch.equal(pools[0].bytes, pools[1].bytes)
 
 
@@ -77,7 +78,7 @@ def test_a_placeholder_that_was_generated_goes_by_the_models_forward(
     taken.clear()
     begun: list[int] = []
     rows = _rows(lm, (50, lm.spec.image_token_id, 70))
-    assert lm.decode(rows, _filled(lm), lambda: begun.append(1)).isfinite().all()
+    assert lm.decode(rows, _filled(lm), lambda: begun.append(1)).logits.isfinite().all()
     assert not taken
     assert begun == [1]
 
@@ -93,19 +94,45 @@ def test_a_model_that_does_more_keeps_its_own_forward(
 
     monkeypatch.setattr(LanguageModel, "_run", scaled)
     lm = LanguageModel.load(tiny_checkpoint("qwen2_vl", "bfloat16"))
-    assert lm.best is None
     taken.clear()
-    assert lm.decode(_rows(lm), _filled(lm)).dtype is torch.float32
+    assert lm.decode(_rows(lm), _filled(lm)).best is None
     assert not taken
 
 
-def test_positions_far_away_are_made_when_they_come(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_positions_far_away_are_made_when_they_come(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, taken: list[int]
+) -> None:
+    monkeypatch.setattr("epd.models.shortcut._LEAST_POSITIONS", 64)
     lm = LanguageModel.load(tiny_checkpoint("qwen2_vl", "bfloat16"))
     pools = KvPool(lm.kv_layout, 1), KvPool(lm.kv_layout, 1)
-    row = DecodeRow(50, 9000, 11_000, [0] * lm.kv_layout.blocks_for(9000))
-    found = lm.decode([row], pools[0]).float()
+    for kv_len in (60, 70, 3000):
+        row = DecodeRow(50, kv_len, 1000, [0] * lm.kv_layout.blocks_for(kv_len))
+        found = lm.decode([row], pools[0]).logits.float()
+        with torch.inference_mode():
+            assert torch.equal(found, lm._decode_by_forward([row], pools[1]))
+    assert taken[-3:] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("delta", [-10, 5000, 2**31 - 1, -(2**31)])
+def test_a_position_that_the_model_has_not_goes_by_its_forward(
+    delta: int, tiny_checkpoint: Callable[..., Path], taken: list[int]
+) -> None:
+    """Another process says the delta."""
+    lm = LanguageModel.load(tiny_checkpoint("qwen2_vl", "bfloat16"))
+    taken.clear()
+    row = DecodeRow(50, 9, delta, [0] * lm.kv_layout.blocks_for(9))
+    assert lm.decode([row], KvPool(lm.kv_layout, 1)).logits.isfinite().all()
+    assert not taken
+
+
+def test_int8_weights_too(tiny_checkpoint: Callable[..., Path], taken: list[int]) -> None:
+    lm = LanguageModel.load(tiny_checkpoint("qwen2_vl", "bfloat16"), quantize="int8")
+    pools, rows = (_filled(lm), _filled(lm)), _rows(lm)
+    taken.clear()
+    found = lm.decode(rows, pools[0]).logits.float()
+    assert taken == [3]
     with torch.inference_mode():
-        assert torch.equal(found, lm._decode_by_forward([row], pools[1]))
+        assert torch.equal(found, lm._decode_by_forward(rows, pools[1]))
 
 
 def test_a_step_is_reported(tiny_checkpoint: Callable[..., Path]) -> None:

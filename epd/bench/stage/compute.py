@@ -81,6 +81,7 @@ def language_cases(
     tokens = max(BATCHES) * (sizes.context + 32) + sizes.chunk + 32
     pool = KvPool(lm.kv_layout, lm.kv_layout.blocks_for(tokens))
     cases = []
+    run: Callable[[], object]
     for count in BATCHES:
         run = partial(lm.decode, decode_rows(lm, count, sizes.context), pool)
         cases.append(Case(f"decode {count}{suffix}", run, base=read))

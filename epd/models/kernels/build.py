@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES: Final = (
     *("linear.cpp", "linear_int8.cpp", "attention.cpp", "layer.cpp"),
-    *("dense.cpp", "vision.cpp", "best.cpp"),
+    *("dense.cpp", "vision.cpp", "best.cpp", "decode.cpp"),
 )
 _HEADERS: Final = (
     *("common.h", "tile.h", "pack.h", "rows.h", "across.h"),

@@ -13,7 +13,8 @@ Shapes: T rows of a flattened batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+from collections.abc import Sequence
 from ctypes import c_int, c_int64, c_void_p
 from typing import Any
 
@@ -34,8 +35,10 @@ class Stack:
         tail = (*(c_void_p,) * 9, c_int64, c_int)
         self._run.argtypes, self._run.restype = (*front, *tail), None
         self._threads = threads
-        self._count = len(layers)
-        self._weights = (c_void_p * self._count)(*(layer.at for layer in layers))
+        self.count = len(layers)
+        self._weights = (c_void_p * self.count)(*(layer.at for layer in layers))
+        self.weights_at = ctypes.addressof(self._weights)
+        self.d: int = layers[0].struct.d
         self._order = [layer.index for layer in layers]
         self._pool: KvPool | None = None
         self._places: tuple[Any, ...] = ()
@@ -48,30 +51,25 @@ class Stack:
         step: Any,
         kept: int | None = None,
         count: int = -1,
-        begin: Callable[[], None] | None = None,
     ) -> Tensor:
-        """`kept`: address of the `count` rows that are wanted; all rows: None and -1.
-        `begin` is called at the last moment before the interpreter's lock is let go of."""
+        """`kept`: address of the `count` rows that are wanted; all rows: None and -1."""
         y, spare = torch.empty_like(x), torch.empty_like(x)
-        call = (
-            *(self._weights, self._count, step.tables.address, x.shape[1], x.data_ptr()),
-            *(cos.data_ptr(), sin.data_ptr(), *self._of(step.pool)),
+        self._run(
+            *(self._weights, self.count, step.tables.address, x.shape[1], x.data_ptr()),
+            *(cos.data_ptr(), sin.data_ptr(), *self.places(step.pool)),
             *(y.data_ptr(), spare.data_ptr(), kept, count, self._threads),
         )
-        if begin is not None:
-            begin()
-        self._run(*call)
         return y
 
-    def _of(self, pool: KvPool) -> tuple[Any, ...]:
+    def places(self, pool: KvPool) -> tuple[Any, ...]:
         """Where each layer's keys and values are, and how far apart blocks are."""
         if self._pool is not pool:
             keys = [pool.k(index) for index in self._order]
             values = [pool.v(index) for index in self._order]
             self._places = (
-                (c_void_p * self._count)(*(k.data_ptr() for k in keys)),
-                (c_void_p * self._count)(*(v.data_ptr() for v in values)),
-                (c_int64 * self._count)(*(k.stride(0) for k in keys)),
+                (c_void_p * self.count)(*(k.data_ptr() for k in keys)),
+                (c_void_p * self.count)(*(v.data_ptr() for v in values)),
+                (c_int64 * self.count)(*(k.stride(0) for k in keys)),
             )
             self._pool = pool
         return self._places
