@@ -41,13 +41,16 @@ from epd.bench.workload import UNLOADED, Picture, Shape
 
 STREAMS, TOKENS, BURSTS, EVERY_S = 4, 320, 2, 6.0
 _ALONE = 2
+_LOADS = 1000
+"""More than there are images in a burst."""
 _MONOLITHIC = "epd monolithic"
 
 
 def burst_load(images: int, seed: int) -> Workload:
-    """Steady streams, and bursts of so many image prompts."""
+    """Steady streams, and bursts of so many image prompts. No two loads share a picture or a
+    text: what one asked, a cache would know in the next."""
     load = interference(STREAMS, TOKENS, BURSTS, images, EVERY_S)
-    return Workload(trace=load.trace, extra=load.extra, seed=seed)
+    return Workload(trace=load.trace, extra=load.extra, seed=_LOADS * seed + images)
 
 
 def alone(kind: str, seed: int) -> Workload:

@@ -97,7 +97,7 @@ def llama(binary: Path, model: Path, projector: Path, threads: int) -> Rival:
     command = (
         str(binary), "-m", str(model), "--mmproj", str(projector), "--host", "127.0.0.1",
         "--port", str(port), "-t", str(threads), "-tb", str(threads), "-np", "8",
-        "-c", "16384", "--kv-unified", "-a", "m", "--no-ui", "--cache-ram", "0",
+        "-c", "16384", "--kv-unified", "-a", "m", "--no-ui", "--cache-ram", "0", "--no-mmap",
     )  # fmt: skip
     return Rival("llama.cpp", command, port)
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench.interference import measure
+from bench.interference import burst_load, measure
 from bench.interference_figures import Found, best_budget, document, draw, tables
+from bench.scenarios import AS_RECORDED
 from epd.bench.load import Target
 from tests.unit.bench_script import At, Script, answer
 from tests.unit.virtual_time import run
@@ -85,3 +86,16 @@ def test_document_and_picture(found: Found, tmp_path: Path) -> None:
     }  # fmt: skip
     draw(found, tmp_path / "interference.png")
     assert (tmp_path / "interference.png").stat().st_size > 10_000
+
+
+def test_no_picture_comes_twice_in_any_load_or_round() -> None:
+    """Else the caches answer part of the larger bursts."""
+    seen = [
+        picture.identity
+        for number in (1, 2)
+        for images in (1, 2, 4)
+        for timed in burst_load(images, number).timed(AS_RECORDED, number)
+        for picture in timed.shape.pictures
+    ]
+    assert len(seen) == 2 * 2 * (1 + 2 + 4)
+    assert len(set(seen)) == len(seen)
