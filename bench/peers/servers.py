@@ -97,7 +97,9 @@ def llama(binary: Path, model: Path, projector: Path, threads: int) -> Rival:
     command = (
         str(binary), "-m", str(model), "--mmproj", str(projector), "--host", "127.0.0.1",
         "--port", str(port), "-t", str(threads), "-tb", str(threads), "-np", "8",
-        "-c", "16384", "--kv-unified", "-a", "m", "--no-ui", "--cache-ram", "0", "--no-mmap",
+        "-c", "16384", "--kv-unified", "-a", "m", "--no-ui", "--cache-ram", "0",
+        # Mapped weights leave a full page cache while other servers are measured.
+        "--load-mode", "none",
     )  # fmt: skip
     return Rival("llama.cpp", command, port)
 
