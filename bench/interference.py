@@ -1,14 +1,14 @@
 """What bursts of image prompts do to running answers: split, monolithic, rivals.
 
     python -m bench.interference CHECKPOINT OUT [--minutes 12] [--budgets 30,60,125,250]
-                                 [--bursts 1,2,4] [--vllm VENV] [--preload LIB:LIB]
-                                 [--llama BINARY,MODEL,MMPROJ] [--openvino VENV,MODEL]
-                                 [--transformers VENV]
+                                 [--bursts 1,2,4] [--every 5] [--vllm VENV]
+                                 [--preload LIB:LIB] [--llama BINARY,MODEL,MMPROJ]
+                                 [--openvino VENV,MODEL] [--transformers VENV]
 
-Steady streams decode all the time; every few seconds a burst of image prompts comes in
-between. Servers: split `epd` (decode and gateway on one half of the cores, encode and prefill
-on the other), monolithic `epd` (all stages in one process, all cores) with several chunk
-budgets (`prefill.step_ms`), and rivals that it is told of.
+Steady streams decode all the time; every few seconds, for as long as they do, a burst of
+image prompts comes in between. Servers: split `epd` (decode and gateway on one half of the
+cores, encode and prefill on the other), monolithic `epd` (all stages in one process, all
+cores) with several chunk budgets (`prefill.step_ms`), and rivals that it is told of.
 
 1. Each server alone: medians of an unloaded stream and image prompt, which make the SLO
    (TTFT <= 5 x, TPOT <= 2 x, of the best server of each kind).
@@ -39,17 +39,19 @@ from epd.bench.client import open_session
 from epd.bench.load import Limits, Round, Target, Workload, run_round
 from epd.bench.workload import UNLOADED, Picture, Shape
 
-STREAMS, TOKENS, BURSTS, EVERY_S = 4, 320, 2, 6.0
+STREAMS, TOKENS, EVERY_S = 4, 320, 5.0
+_DECODING_S = 21.0
+"""About how long the streams take with nothing between them, s: bursts come until then."""
 _ALONE = 2
 _LOADS = 1000
 """More than there are images in a burst."""
 _MONOLITHIC = "epd monolithic"
 
 
-def burst_load(images: int, seed: int) -> Workload:
+def burst_load(images: int, seed: int, every_s: float = EVERY_S) -> Workload:
     """Steady streams, and bursts of so many image prompts. No two loads share a picture or a
     text: what one asked, a cache would know in the next."""
-    load = interference(STREAMS, TOKENS, BURSTS, images, EVERY_S)
+    load = interference(STREAMS, TOKENS, max(1, int(_DECODING_S / every_s)), images, every_s)
     return Workload(trace=load.trace, extra=load.extra, seed=_LOADS * seed + images)
 
 
@@ -61,9 +63,11 @@ def alone(kind: str, seed: int) -> Workload:
     return Workload([shape], extra={"ignore_eos": True, "logprobs": True}, seed=seed)
 
 
-async def experiment(contenders: Sequence[Contender], bursts: Sequence[int], until: float) -> Found:
+async def experiment(
+    contenders: Sequence[Contender], bursts: Sequence[int], every_s: float, until: float
+) -> Found:
     """All three parts; `until` on the event loop's clock."""
-    found = Found(list(bursts), {c.name: c.how for c in contenders})
+    found = Found(list(bursts), {c.name: c.how for c in contenders}, every_s)
     async with open_session(300.0, keep=False) as http:  # llama.cpp drops them after a stream
         targets = [
             await connect(c.name, c.url, http, c.model, "none", (c.pid,), c.extra)
@@ -84,17 +88,17 @@ async def measure(found: Found, targets: Sequence[Target], until: float) -> None
     middle = found.bursts[len(found.bursts) // 2]
     for target in targets:
         if target.name.startswith(_MONOLITHIC):
-            found.budgets.append(_told(await _burst(target, middle, 0)))
+            found.budgets.append(_told(await _burst(found, target, middle, 0)))
     left = _without_worse_budgets(found, targets)
     for target in (one for one in left if one.name in SLOW):
-        found.keep(middle, _told(await _burst(target, middle, 1)))
+        found.keep(middle, _told(await _burst(found, target, middle, 1)))
     left = [target for target in left if target.name not in SLOW]
     number, longest = 0, 0.0
     while number < 1 or clock() + longest < until:
         start = clock()
         for images in found.bursts:
             for target in _in_turn(left, number):
-                found.keep(images, _told(await _burst(target, images, number + 1)))
+                found.keep(images, _told(await _burst(found, target, images, number + 1)))
         number, longest = number + 1, max(longest, clock() - start)
 
 
@@ -107,8 +111,9 @@ def _without_worse_budgets(found: Found, targets: Sequence[Target]) -> list[Targ
     ]
 
 
-async def _burst(target: Target, images: int, number: int) -> Round:
-    return await run_round(target, AS_RECORDED, number, burst_load(images, number), Limits(400.0))
+async def _burst(found: Found, target: Target, images: int, number: int) -> Round:
+    load = burst_load(images, number, found.every_s)
+    return await run_round(target, AS_RECORDED, number, load, Limits(400.0))
 
 
 def _told(done: Round) -> Round:
@@ -128,7 +133,7 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + given.minutes * 60
     with all_running(_starts(given)) as contenders:
-        found = asyncio.run(experiment(contenders, given.bursts, until))
+        found = asyncio.run(experiment(contenders, given.bursts, given.every, until))
     (given.out / "interference.json").write_bytes(document(found))
     told = tables(found) + "\n"
     (given.out / "interference.md").write_text(told)
@@ -152,6 +157,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=12.0)
     parser.add_argument("--budgets", type=whole_numbers, default="30,60,125,250")
     parser.add_argument("--bursts", type=whole_numbers, default="1,2,4")
+    parser.add_argument("--every", type=float, default=EVERY_S, help="seconds between bursts")
     parser.add_argument("--threads", type=int, default=2)
     add_rivals(parser)
     return parser.parse_args()

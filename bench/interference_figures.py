@@ -26,6 +26,8 @@ _THROUGHPUT_SHARE = 0.9
 class Found:
     bursts: list[int]
     how: dict[str, str]
+    every_s: float = 5.0
+    """Between two bursts."""
     alone: list[Round] = field(default_factory=list)
     budgets: list[Round] = field(default_factory=list)
     """The middle load, once for each budget of the monolithic server."""
@@ -130,7 +132,8 @@ def goodput(found: Found, rounds: Sequence[Round]) -> float | None:
 
 def tables(found: Found) -> str:
     parts = [_budget_table(found), _load_table(found), _ratio_table(found)]
-    lines = [f"- {name}: {how}" for name, how in found.how.items()]
+    lines = [f"- a burst every {found.every_s:g} s, while four streams decode"]
+    lines += [f"- {name}: {how}" for name, how in found.how.items()]
     for kind in ("steady", "burst"):
         if slo := found.slo(kind):
             lines.append(
@@ -212,6 +215,7 @@ def document(found: Found) -> bytes:
         "environment": environment(),
         "servers": found.how,
         "best budget": found.best,
+        "every_s": found.every_s,
         "requests": rows,
     }
     return orjson.dumps(whole, option=orjson.OPT_INDENT_2)

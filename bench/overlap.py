@@ -10,9 +10,10 @@ without overlap, from its own timeline: there nothing of the two happens at once
 
 *least* is what the order of things allows with that E and P: text is computed at once, each
 picture's part when it was encoded and what is before it is computed. The last picture's part
-can't be computed before all encoding is over, so max(E, P) is out of reach where E is the
-longer one (docs/adr/0008-overlap-bound.md). How much longer E is depends on the pictures' size
-(attention between patches grows with its square): `--sides 448,896` asks for others as well.
+can't be computed before all encoding is over, so max(E, P) is out of reach where the two are
+of about one length (docs/adr/0008-overlap-bound.md). How much longer E is depends on the
+checkpoint's tower, and on the pictures' size: `--sides 448,896` asks for others as well.
+*encoding beside prefill* is what two cores that share a memory cost each other.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from bench.asking import Asker, counted, user
 from bench.flags import whole_numbers
 from bench.overlap_figures import ARMS, Case, Found, document, tables
 from bench.service import Service, epd_service
+from bench.theory import model_of
 from epd.bench.campaign import connect
 from epd.bench.client import open_session
 from epd.bench.record import Record
@@ -161,12 +163,13 @@ def main() -> None:
     with both(given.checkpoint, settings) as services:
         found = asyncio.run(measure(services, cases, given.rounds))
     told = f"{given.rounds} rounds, {', '.join([*pinned(), *settings])}; "
-    told += f"client: {found.client_cores:.2f} cores\n\n{tables(found, cases)}\n"
+    work = model_of(given.checkpoint, cases[0].side).prefill_flops
+    told += f"client: {found.client_cores:.2f} cores\n\n{tables(found, cases, work)}\n"
     print(f"\n{told}")
     if given.markdown:
         given.markdown.write_text(told)
     if given.json:
-        given.json.write_bytes(document(found, cases, {"set": [*pinned(), *settings]}))
+        given.json.write_bytes(document(found, cases, {"set": [*pinned(), *settings]}, work))
 
 
 if __name__ == "__main__":

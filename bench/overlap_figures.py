@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,6 +16,9 @@ from epd.bench.report import markdown
 
 ARMS = ("on", "off")
 AIM = 1.15
+
+Work = Callable[[int, int], float]
+"""Operations of prefill for the tokens [start, end) of a prompt (`theory.Model.prefill_flops`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +53,26 @@ class Sequential:
     @classmethod
     def of(cls, spans: Mapping[str, tuple[float, float]]) -> Sequential:
         began, computed = spans["prefill"]
-        ends = [end for name, (_, end) in spans.items() if name.startswith("embedding transfer[")]
-        landed = tuple(sorted((end - began) / 1e3 for end in ends))
+        landed = landings(spans)
         return cls(landed, (computed - began) / 1e3 - max(landed))
 
-    def least(self, before: float, image: float, after: float) -> float:
-        """When prefill could be done at the earliest; the arguments are shares of the
-        prompt: words before, one picture, words after."""
-        done = before * self.prefill
+    def least(self, before: int, image: int, total: int, work: Work) -> float:
+        """When prefill could be done at the earliest, with `before` tokens of words, then
+        pictures of `image` tokens each, `total` tokens in all. P is shared out by `work`: late
+        tokens cost more than early ones, they attend to more."""
+        pace = self.prefill / work(0, total)
+        done, at = pace * work(0, before), before
         for landed in self.landed:
-            done = max(done, landed) + image * self.prefill
-        return done + after * self.prefill
+            done = max(done, landed) + pace * work(at, at + image)
+            at += image
+        return done + pace * work(at, total)
+
+
+def landings(spans: Mapping[str, tuple[float, float]]) -> tuple[float, ...]:
+    """When each picture's rows were in prefill, s after prefill began with the request."""
+    began, _ = spans["prefill"]
+    ends = (end for name, (_, end) in spans.items() if name.startswith("embedding transfer["))
+    return tuple(sorted((end - began) / 1e3 for end in ends))
 
 
 @dataclass
@@ -76,23 +88,25 @@ class Found:
     client_cores: float = 0.0
 
 
-def figures(found: Found, case: Case) -> dict[str, Any]:
+def figures(found: Found, case: Case, work: Work) -> dict[str, Any]:
     """Medians over rounds; ratios are paired by round."""
     on, off = (found.cases[case.name, arm] for arm in ARMS)
     parts = [Sequential.of(record.spans) for record in off]
-    image = found.image_tokens[case.name] / off[0].prompt_tokens
-    words = 1 - case.images * image
-    before = words * case.before / max(1, case.before + case.after)
+    total, image = off[0].prompt_tokens, found.image_tokens[case.name]
+    words = total - case.images * image
+    before = words * case.before // max(1, case.before + case.after)
     ratios = [a.ttft / b.ttft for a, b in zip(on, off, strict=True)]
     least = []
     for record, part in zip(off, parts, strict=True):
         around = record.ttft - part.encode - part.prefill
-        least.append((around + part.least(before, image, words - before)) / record.ttft)
+        least.append((around + part.least(before, image, total, work)) / record.ttft)
+    slowed = [max(landings(a.spans)) / b.encode for a, b in zip(on, parts, strict=True)]
     median = statistics.median
     return {
         "case": case.name,
         "prompt_tokens": off[0].prompt_tokens,
         "encode_s": median(p.encode for p in parts),
+        "encode_slowed": median(slowed),
         "prefill_s": median(p.prefill for p in parts),
         "ttft_off_s": median(r.ttft for r in off),
         "ttft_on_s": median(r.ttft for r in on),
@@ -108,19 +122,21 @@ def figures(found: Found, case: Case) -> dict[str, Any]:
 _HEAD = (
     "request", "prompt tokens", "E s", "P s", "TTFT off s", "TTFT on s", "on / off (range)",
     "max(E, P) / (E + P)", f"ratio of the two (aim {AIM})", "least: on / off", "least: of the two",
+    "encoding beside prefill / E",
 )  # fmt: skip
 
 
-def tables(found: Found, cases: Sequence[Case]) -> str:
+def tables(found: Found, cases: Sequence[Case], work: Work) -> str:
     rows = []
     for case in cases:
-        f = figures(found, case)
+        f = figures(found, case, work)
         low, high = f["on_off_range"]
         rows.append([
             case.name, str(f["prompt_tokens"]), f"{f['encode_s']:.2f}", f"{f['prefill_s']:.2f}",
             f"{f['ttft_off_s']:.2f}", f"{f['ttft_on_s']:.2f}",
             f"{f['on_off']:.3f} ({low:.3f}-{high:.3f})", f"{f['bound']:.3f}",
             f"**{f['of_bound']:.3f}**", f"{f['least']:.3f}", f"{f['least_of_bound']:.3f}",
+            f"{f['encode_slowed']:.3f}",
         ])  # fmt: skip
     return "\n\n".join([markdown(_HEAD, rows), _cache_table(found)])
 
@@ -155,7 +171,7 @@ def _least_most(values: Sequence[float]) -> str:
     return f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
 
 
-def document(found: Found, cases: Sequence[Case], settings: Mapping[str, Any]) -> bytes:
+def document(found: Found, cases: Sequence[Case], settings: Mapping[str, Any], work: Work) -> bytes:
     rows = [
         {"case": case, "arm": arm, **record.row(record.scheduled)}
         for (case, arm), records in found.cases.items()
@@ -169,7 +185,7 @@ def document(found: Found, cases: Sequence[Case], settings: Mapping[str, Any]) -
     whole = {
         "environment": environment(),
         "settings": settings,
-        "cases": [asdict(case) | figures(found, case) for case in cases],
+        "cases": [asdict(case) | figures(found, case, work) for case in cases],
         "encoded": found.encoded,
         "client_cores": found.client_cores,
         "requests": rows,

@@ -69,7 +69,7 @@ def test_latency_beside_throughput_and_goodput(found: Found) -> None:
     assert float(split[3]) == pytest.approx(50, abs=1)
     assert float(mono[3]) == pytest.approx(450, abs=5)
     assert float(ratio[2]) == pytest.approx(9, abs=0.2)
-    assert float(ratio[3]) > 1
+    assert float(ratio[3]) == pytest.approx(1, abs=0.02)  # the last burst is the end of both
     assert "100%" in split
 
 
@@ -97,5 +97,5 @@ def test_no_picture_comes_twice_in_any_load_or_round() -> None:
         for timed in burst_load(images, number).timed(AS_RECORDED, number)
         for picture in timed.shape.pictures
     ]
-    assert len(seen) == 2 * 2 * (1 + 2 + 4)
+    assert len(seen) == 2 * 4 * (1 + 2 + 4)  # four bursts while the streams decode
     assert len(set(seen)) == len(seen)
