@@ -39,6 +39,7 @@ from bench.scenarios import (
     Scenario,
     interference,
 )
+from bench.service import end_on_sigterm
 from epd.bench.campaign import connect
 from epd.bench.client import open_session
 from epd.bench.load import Limits, Round, Target, run_round
@@ -242,6 +243,7 @@ def document(comparison: Comparison) -> bytes:
 
 
 def main() -> None:
+    end_on_sigterm()
     given = _arguments()
     given.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + given.minutes * 60

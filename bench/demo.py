@@ -14,7 +14,7 @@ from typing import Any
 
 from openai import OpenAI
 
-from bench.service import ROOT, ServiceFailure, epd_service
+from bench.service import ROOT, ServiceFailure, end_on_sigterm, epd_service
 
 DEMO = ROOT / "demo"
 ASKED = (0, 1, 4)
@@ -103,6 +103,7 @@ def check(question: Question, answer: str, phases: list[dict[str, Any]]) -> None
 
 
 def main() -> int:
+    end_on_sigterm()
     known = questions()
     started = time.monotonic()
     try:

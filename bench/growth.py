@@ -29,7 +29,7 @@ from bench.asking import Asker, user
 from bench.flags import whole_numbers
 from bench.growth_figures import AXES, Curve, document, draw, table
 from bench.overlap import pinned
-from bench.service import Service, epd_service
+from bench.service import Service, end_on_sigterm, epd_service
 from bench.theory import Machine, Model, Theory, measured, model_of
 from epd.bench.campaign import connect
 from epd.bench.client import open_session
@@ -170,6 +170,7 @@ def _expected(theory: Theory, growth: Growth, axis: str, size: int) -> float:
 
 
 def main() -> None:
+    end_on_sigterm()
     given = _arguments()
     given.out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()

@@ -34,6 +34,7 @@ from bench.flags import whole_numbers
 from bench.interference_figures import Found, best_budget, document, draw, tables
 from bench.rivals import SLOW, add_rivals, rivals
 from bench.scenarios import AS_RECORDED, IMAGE, interference
+from bench.service import end_on_sigterm
 from epd.bench.campaign import connect
 from epd.bench.client import open_session
 from epd.bench.load import Limits, Round, Target, Workload, run_round
@@ -129,6 +130,7 @@ def _in_turn(targets: Sequence[Target], number: int) -> list[Target]:
 
 
 def main() -> None:
+    end_on_sigterm()
     given = _arguments()
     given.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + given.minutes * 60

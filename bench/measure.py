@@ -21,7 +21,7 @@ from pathlib import Path
 import orjson
 
 from bench.footprint import memory
-from bench.service import Service, epd_service
+from bench.service import Service, end_on_sigterm, epd_service
 from epd.bench.campaign import connect
 from epd.bench.client import open_session
 from epd.bench.load import Limits, Target, Workload, run_round
@@ -94,6 +94,7 @@ def _median(values: Iterable[float]) -> str:
 
 
 def main() -> None:
+    end_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("checkpoint")
     parser.add_argument("--rounds", type=int, default=7)

@@ -30,7 +30,7 @@ from typing import Any
 from bench.asking import Asker, counted, user
 from bench.flags import whole_numbers
 from bench.overlap_figures import ARMS, Case, Found, document, tables
-from bench.service import Service, epd_service
+from bench.service import Service, end_on_sigterm, epd_service
 from bench.theory import model_of
 from epd.bench.campaign import connect
 from epd.bench.client import open_session
@@ -145,6 +145,7 @@ def cases_of(images: int, sides: Sequence[int], before: int) -> list[Case]:
 
 
 def main() -> None:
+    end_on_sigterm()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -43,6 +43,12 @@ class Service:
     """host:port of each worker's metrics, by its name."""
 
 
+def end_on_sigterm() -> None:
+    """SIGTERM ends this script as Ctrl-C does: with what it started, whose processes would
+    otherwise go on. Called from the main thread, before anything is started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 @contextmanager
 def epd_service(
     checkpoint: str | Path,
