@@ -6,32 +6,31 @@ attention that reads and writes the pool. It keeps no state between forwards: th
 pool is the caller's, and positions travel with the request.
 
 Shapes: T new tokens of all sequences; P position rows (1, or 4 with mRoPE: text,
-time, height, width); R image rows; N selected rows.
+time, height, width); N selected rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from epd.errors import invalid
 from epd.jobs import ImageItem
 from epd.kv.pool import KvPool
 from epd.models import attention
-from epd.models.attention import AttentionStep, Kernel, SequenceSlice, plan_step
+from epd.models.attention import AttentionStep, Kernel, plan_step
 from epd.models.backends import device_attention, isa, kv_layout, usable_device
+from epd.models.batch import ForwardBatch, SequenceSlice
 from epd.models.checkpoint import load_part, read_spec, weights_bytes
 from epd.models.exact import ROW_TILE, make_row_invariant
 from epd.models.gpu.attention import DeviceAttention
 from epd.models.gpu.graphs import DecodeGraphs, buckets
-from epd.models.grids import check_grids
+from epd.models.image_rows import ImageRows, RowScatter
 from epd.models.kernels import build
 from epd.models.kernels.attention import AttentionKernel
 from epd.models.kernels.build import Library
@@ -40,6 +39,7 @@ from epd.models.kernels.linear import Int8Kernel, LinearKernel, pack_linears
 from epd.models.kernels.memory import keep_freed_memory
 from epd.models.kernels.norm import FusedNorm, fuse_norm
 from epd.models.kernels.stack import Stack, stack_layers
+from epd.models.positions import PositionRows
 from epd.models.progress import report_layers
 from epd.models.quantize import NAME, quantize_linears
 from epd.models.shortcut import Decoded, DecodeRow, Shortcut, agree, make_shortcut
@@ -51,30 +51,6 @@ Quantize = Literal["off", "int8", "int8-decode"]
 _WHOLE_ROWS: Final = 64
 """In one call for all layers; more take their time, and stalls are seen by layers."""
 _PROBE_TOKENS: Final = 24
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardBatch:
-    """One flattened forward: chunks of prompts and single tokens, mixed as they come."""
-
-    token_ids: Tensor
-    """[T] int64."""
-    positions: Tensor
-    """[P, T] int64."""
-    sequences: Sequence[SequenceSlice]
-    """In batch order; their `query_len` add up to T."""
-    select: Tensor | Sequence[int]
-    """Rows of the batch whose logits are wanted."""
-    embeddings: Tensor | Sequence[Tensor] | None = None
-    """[planes, R, hidden], or pieces to be joined along R: the rows of the prompt
-    placeholders in this batch, in batch order. R is the sum of `image_rows`."""
-
-
-@dataclass
-class _ImageRows(BaseModelOutputWithPooling):
-    """What the model's forward takes instead of pixels, deepstack or not."""
-
-    deepstack_features: list[list[Tensor]] | None = None
 
 
 class LanguageModel:
@@ -93,6 +69,8 @@ class LanguageModel:
         on_device: bool = True,
     ) -> None:
         self.model = model.to(device)
+        self._rows = PositionRows(self.model, spec.image_token_id)
+        self._image_rows = RowScatter(self.model, spec, device)
         self.weights_bytes = weights_bytes(model)
         """As loaded, before kernels or int8 keep them in another form."""
         self.spec = spec
@@ -155,7 +133,7 @@ class LanguageModel:
         if self._norm is None:
             return
         threads, other = torch.get_num_threads(), self.spec.image_token_id + 1
-        shortcut = make_shortcut(library, self.model, stack, self._norm, self._has_mrope, threads)
+        shortcut = make_shortcut(library, self.model, stack, self._norm, self._rows.mrope, threads)
         if shortcut and agree(shortcut, self._decode_by_forward, self.kv_layout, (1, other, 2)):
             self._shortcut = shortcut
 
@@ -222,54 +200,13 @@ class LanguageModel:
     def positions(
         self, token_ids: Tensor, items: Sequence[ImageItem], prompt_length: int
     ) -> tuple[Tensor, int]:
-        """Position rows [P, T] of prompt and generated ids, and the decode delta.
-
-        The prompt's rows come from the model's own method. Every later token, at index
-        i of the sequence, has text position i and i + delta in the other rows, whether
-        decode makes it or prefill computes it again after a failover. An image
-        placeholder that was generated is an ordinary token.
-
-        May run in another thread than `forward`.
-
-        Raises:
-            EpdError: the placeholders of the prompt are not the items' rows, or an
-                item's grid is not of its rows.
-        """
-        prompt = token_ids[:prompt_length].cpu()
-        marks = prompt == self.spec.image_token_id
-        wanted = sum(item.rows for item in items)
-        if int(marks.sum()) != wanted:
-            raise invalid(f"{int(marks.sum())} image placeholders for {wanted} rows", "items")
-        rows = self._prompt_rows(prompt, marks, items)
-        delta = int(rows[1:].max() - rows[0].max()) if len(rows) > 1 else 0
-        later = self.continuation(prompt_length, len(token_ids) - prompt_length, delta)
-        return torch.cat([rows, later], 1), delta
-
-    def _prompt_rows(self, prompt: Tensor, marks: Tensor, items: Sequence[ImageItem]) -> Tensor:
-        options: dict[str, Any] = {}
-        if items and self._has_mrope:
-            check_grids(marks.tolist(), items, self.model.config.vision_config.spatial_merge_size)
-            try:
-                options["image_grid_thw"] = torch.tensor([item.grid for item in items]).view(-1, 3)
-                options["mm_token_type_ids"] = marks[None].int()
-                rows = self.model._prepare_position_ids_for_generation(prompt[None], options)
-            except (RuntimeError, ValueError, IndexError, StopIteration) as error:
-                raise invalid(f"the grids don't fit the rows: {error}", "items") from error
-        else:
-            rows = self.model._prepare_position_ids_for_generation(prompt[None], options)
-        rows = rows[:, 0] if rows.ndim == 3 else rows
-        return rows.to(torch.int64)  # type: ignore[no-any-return]
+        """Position rows [P, T] of prompt and generated ids, and the decode delta: see
+        `PositionRows.of`. May run in another thread than `forward`."""
+        return self._rows.of(token_ids, items, prompt_length)
 
     def continuation(self, start: int, count: int, delta: int) -> Tensor:
         """Position rows [P, count] of generated tokens at sequence indices start, ..."""
-        text = torch.arange(start, start + count)
-        if not self._has_mrope:
-            return text[None]
-        return torch.stack([text, *[text + delta] * 3])
-
-    @property
-    def _has_mrope(self) -> bool:
-        return hasattr(self.model.base_model, "get_rope_index")
+        return self._rows.continuation(start, count, delta)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KvPool) -> Tensor:
@@ -343,7 +280,7 @@ class LanguageModel:
         positions: Tensor,
         select: Tensor,
         step: AttentionStep,
-        image_rows: dict[str, _ImageRows] | None = None,
+        image_rows: dict[str, ImageRows] | None = None,
     ) -> Tensor:
         """Logits [N, vocab] float32; everything is on the device."""
         logits: Tensor = self.model(
@@ -381,45 +318,3 @@ class LanguageModel:
             token_ids = F.pad(token_ids, (0, lacking), value=ordinary)
             positions = F.pad(positions, (0, lacking))
         return token_ids, positions
-
-    def _image_rows(self, batch: ForwardBatch) -> dict[str, _ImageRows] | None:
-        rows = self._joined(batch)
-        if rows is None:
-            return None
-        rows = self._with_generated(batch, rows)
-        deep = [[plane] for plane in rows[1:]] if len(rows) > 1 else None
-        return {"image": _ImageRows(pooler_output=[rows[0]], deepstack_features=deep)}
-
-    def _joined(self, batch: ForwardBatch) -> Tensor | None:
-        """[planes, R, hidden] on the device, or None without image rows."""
-        wanted = sum(sequence.image_rows for sequence in batch.sequences)
-        given = batch.embeddings
-        pieces = [] if given is None else [given] if isinstance(given, Tensor) else list(given)
-        assert sum(piece.shape[1] for piece in pieces) == wanted, "rows given and rows wanted"
-        if not wanted:
-            return None
-        assert all(piece.shape[0] == self.spec.planes for piece in pieces)
-        dtype = getattr(torch, self.spec.dtype)
-        return torch.cat([piece.to(self.device, dtype) for piece in pieces], 1)
-
-    def _with_generated(self, batch: ForwardBatch, rows: Tensor) -> Tensor:
-        """Add rows for placeholder ids that were generated: the id's own embedding.
-
-        The model's forward puts a row at every placeholder id of the batch. Deepstack
-        planes of such a row are zero: they are added.
-        """
-        real: list[bool] = []
-        start = 0
-        for sequence in batch.sequences:
-            ids = batch.token_ids[start : start + sequence.query_len]
-            found = int((ids == self.spec.image_token_id).sum())
-            assert found >= sequence.image_rows, "fewer placeholders than image rows"
-            real += [i < sequence.image_rows for i in range(found)]
-            start += sequence.query_len
-        if all(real):
-            return rows
-        full = rows.new_zeros(rows.shape[0], len(real), rows.shape[2])
-        ids = torch.tensor(self.spec.image_token_id, device=self.device)
-        full[0] = self.model.get_input_embeddings()(ids)
-        full[:, torch.tensor(real, device=self.device)] = rows
-        return full

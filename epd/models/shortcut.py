@@ -24,7 +24,7 @@ from torch import Tensor
 
 from epd.kv.layout import KvLayout
 from epd.kv.pool import KvPool
-from epd.models.attention import SequenceSlice
+from epd.models.batch import SequenceSlice
 from epd.models.kernels.attention import StepTables
 from epd.models.kernels.build import Library
 from epd.models.kernels.linear import PackedLinear
@@ -45,7 +45,7 @@ class DecodeRow:
     kv_len: int
     """Tokens whose keys exist after the step."""
     delta: int
-    """Of its rotary position, see `LanguageModel.positions`."""
+    """Of its rotary position, see `PositionRows.of`."""
     blocks: Sequence[int]
     """Block table; covers at least `kv_len` tokens."""
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from epd.kv.layout import KvLayout, LayerShape
 from epd.kv.pool import KvPool
-from epd.models.attention import SequenceSlice, paged_attention, plan_step
+from epd.models.attention import paged_attention, plan_step
+from epd.models.batch import SequenceSlice
 from epd.models.gpu.attention import (
     DeviceAttention,
     _flash,

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from epd.kv.layout import KvLayout, LayerShape
 from epd.kv.pool import KvPool
-from epd.models.attention import SequenceSlice, paged_attention, plan_step
+from epd.models.attention import paged_attention, plan_step
+from epd.models.batch import SequenceSlice
 from epd.models.kernels import build
 from epd.models.kernels.attention import AttentionKernel
 

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from epd.kv.layout import KvLayout, LayerShape
 from epd.kv.pool import KvPool
-from epd.models.attention import SequenceSlice, _similar, paged_attention, plan_step
+from epd.models.attention import paged_attention, plan_step
+from epd.models.attention_plan import similar
+from epd.models.batch import SequenceSlice
 
 HEADS, GROUPS, K_DIM, V_DIM, SIZE = 6, 2, 8, 5, 4
 LAYOUT = KvLayout(SIZE, "float32", (LayerShape(GROUPS, K_DIM, V_DIM),) * 2)
@@ -160,7 +162,7 @@ def _replace(scene: Scene, i: int, other: Scene, start: int, end: int) -> None:
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40))
 def test_decode_rows_are_grouped_once_each_with_little_padding(lengths: list[int]) -> None:
     singles = [(i, SequenceSlice(1, n, [0])) for i, n in enumerate(lengths)]
-    groups = _similar(singles)
+    groups = similar(singles)
     assert sorted(row for group in groups for row, _ in group) == list(range(len(lengths)))
     for group in groups:
         sizes = [sequence.kv_len for _, sequence in group]

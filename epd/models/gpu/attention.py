@@ -22,7 +22,7 @@ from epd.models.gpu.tables import StepTensors, pack, step_shape
 
 if TYPE_CHECKING:
     from epd.kv.pool import KvPool
-    from epd.models.attention import SequenceSlice
+    from epd.models.batch import SequenceSlice
 
 Backend = Literal["varlen", "triton"]
 

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epd.kv.pool import KvPool
-from epd.models.attention import AttentionStep, SequenceSlice
+from epd.models.attention import AttentionStep
+from epd.models.batch import SequenceSlice
 from epd.models.gpu.attention import DeviceAttention
 from epd.models.gpu.tables import StepTensors, pack, step_shape
 

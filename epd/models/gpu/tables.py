@@ -20,7 +20,7 @@ from torch import Tensor
 from epd.kv.layout import KvLayout
 
 if TYPE_CHECKING:
-    from epd.models.attention import SequenceSlice
+    from epd.models.batch import SequenceSlice
 
 TILE_ROWS: Final = 64
 """Rows (new tokens times query heads of one key/value head) of a tile in prefill."""

@@ -19,7 +19,7 @@ from epd.models.kernels.build import Library
 if TYPE_CHECKING:
     from epd.kv.layout import KvLayout
     from epd.kv.pool import KvPool
-    from epd.models.attention import SequenceSlice
+    from epd.models.batch import SequenceSlice
 
 
 class _Step(ctypes.Structure):

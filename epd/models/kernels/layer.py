@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from epd.kv.layout import KvLayout, LayerShape
 from epd.kv.pool import KvPool
-from epd.models.attention import SequenceSlice, plan_step
+from epd.models.attention import plan_step
+from epd.models.batch import SequenceSlice
 from epd.models.kernels.attention import AttentionKernel
 from epd.models.kernels.build import Library
 from epd.models.kernels.linear import PackedLinear
