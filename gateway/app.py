@@ -20,9 +20,10 @@ from epd import __version__
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from epd.obs import metrics
+from gateway.answer import Answer
 from gateway.bodies import BodyReader
 from gateway.budget import Hold
-from gateway.chat import Answer, ChatService
+from gateway.chat import ChatService
 from gateway.completions import CompletionEncoder
 from gateway.forms import Form
 from gateway.openai import Encoder

@@ -18,7 +18,7 @@ from epd.config import LimitsConfig
 from epd.errors import EpdError, invalid
 from epd.text.output import TextToken
 from epd.text.vocabulary import Vocabulary
-from gateway.chat import Answer, Part
+from gateway.answer import Answer, Part
 from gateway.content import Conversation, check_text
 from gateway.fields import Fields
 from gateway.openai import DONE, error_event, event, finite, usage_json

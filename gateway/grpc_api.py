@@ -14,7 +14,8 @@ from epd.rpc import convert
 from epd.text.output import TextToken
 from gateway import grpc_ids
 from gateway.access import Access
-from gateway.chat import Answer, ChatService, Part
+from gateway.answer import Answer, Part
+from gateway.chat import ChatService
 from gateway.grpc_receipt import authorization
 from gateway.grpc_request import (
     Checked,

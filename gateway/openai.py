@@ -12,7 +12,7 @@ import orjson
 from epd.errors import EpdError
 from epd.text.output import TextToken
 from epd.text.vocabulary import Vocabulary
-from gateway.chat import Answer, Part, Usage
+from gateway.answer import Answer, Part, Usage
 from gateway.timeline import Timeline
 from gateway.toolcalls import CallDelta
 

@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from epd.errors import EpdError, ErrorKind, invalid
 from epd.obs import metrics
+from gateway.answer import Answer, Part
 from gateway.budget import Hold
-from gateway.chat import Answer, Part
 from gateway.outcomes import STAGE, ClientGone
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from epd.config import LimitsConfig
 from epd.errors import EpdError, too_many
 from epd.jobs import FinishReason
 from epd.text.vocabulary import Vocabulary
-from gateway.chat import Answer, Part
+from gateway.answer import Answer, Part
 from gateway.fields import Fields, as_json
 from gateway.schema import ChatCall, load_json, parse_chat
 

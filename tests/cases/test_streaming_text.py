@@ -21,7 +21,7 @@ from epd.client import AsyncClient, user
 from epd.errors import ErrorKind
 from epd.jobs import Stage
 from epd.obs import metrics
-from gateway.chat import Part
+from gateway.answer import Part
 from gateway.checkpoint import Loaded
 from gateway.completions import CompletionEncoder
 from gateway.openai import Encoder

@@ -12,7 +12,7 @@ import pytest
 
 from epd.errors import ErrorKind
 from epd.jobs import Stage
-from gateway.chat import Part
+from gateway.answer import Part
 from gateway.responses_api import ResponseEncoder
 from protos.epd.v1 import common_pb2
 from tests.e2e.fake_stages import fail

@@ -8,8 +8,9 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models
 
 from epd.jobs import FinishReason, SampledToken, SamplingParams
+from epd.text.output import OutputText
 from epd.text.vocabulary import Vocabulary
-from gateway.chat import Answer, Part
+from gateway.answer import Answer, Part
 from gateway.request import Accepted, Ended, Event, NewTokens, PlannedRequest, joined
 from gateway.timeline import Timeline
 from gateway.waste import Door
@@ -51,13 +52,23 @@ class LaggingRun:
 async def parts_of(events: list[Event], choices: int) -> list[Part]:
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate("abcdef")}, "a"))
     tokenizer.decoder = decoders.Fuse()
-    service = SimpleNamespace(tokenizer=tokenizer, vocabulary=Vocabulary(tokenizer), inflight=1)
+    texts = [OutputText(tokenizer, Vocabulary(tokenizer), (), ()) for _ in range(choices)]
     request = PlannedRequest("test", (1, 2), (), (), SamplingParams(), choices)
-    call = SimpleNamespace(generation=SimpleNamespace(stop=()), tools=(), stream=True)
+    call = SimpleNamespace(tools=(), stream=True)
     hold = SimpleNamespace(release=lambda: None)
     visit = await Door(held_s=1.0).enter(b"")
     untyped: Any = Answer
-    answer = untyped(service, call, request, LaggingRun(events), Timeline(), 0.0, hold, visit)
+    answer = untyped(
+        call,
+        request,
+        LaggingRun(events),
+        texts,
+        timeline=Timeline(),
+        deadline=0.0,
+        hold=hold,
+        visit=visit,
+        let_go=lambda: None,
+    )
     return [part async for part in answer.parts()]
 
 
