@@ -19,7 +19,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from decode.forward import Made, Runner
 from decode.loading import KvReader
@@ -31,16 +32,14 @@ from epd.jobs import DecodeJob, FinishReason, SampledToken, Stage
 from epd.kv.prefix import BlockChain
 from epd.kv.store import KvStore
 from epd.models.lm import LanguageModel
-from epd.models.warm_up import warm_up
 from epd.obs import metrics
 from epd.rpc.status import internal
-from epd.runtime.group import Description, Load
+from epd.runtime.group import Description
 from epd.runtime.isolate import doubtful
-from epd.runtime.kv import num_blocks
+from epd.runtime.lm_worker import LmWorker
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.series import Series
-from epd.runtime.steps import EngineThread, StepLoop
-from epd.runtime.worker import StageWorker
+from epd.runtime.steps import EngineThread
 from epd.sampling.grammar import Grammars
 from epd.sampling.params import validate
 from epd.sampling.state import SamplerState
@@ -49,10 +48,11 @@ from epd.transfer.contract import Handle, mismatch
 logger = logging.getLogger(__name__)
 
 
-class DecodeWorker(StageWorker[Ticket]):
+class DecodeWorker(LmWorker[Ticket]):
     """Methods run on the event loop."""
 
     stage = Stage.DECODE
+    _scheduler: Scheduler
 
     def __init__(
         self,
@@ -63,15 +63,7 @@ class DecodeWorker(StageWorker[Ticket]):
         max_context: int,
         thread: EngineThread | None = None,
     ) -> None:
-        steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable, thread)
-        super().__init__(memory, steps)
-        self._config = config
-        self._lm = lm
-        self.spec = lm.spec
-        self._max_context = max_context
-        self._layout = lm.kv_layout
-        self._kv = kv
-        self._num_blocks = num_blocks(config, self.stage)
+        super().__init__(config, lm, memory, kv, max_context, thread)
         shared = self._num_blocks < kv.blocks.num_blocks
         self._scheduler = Scheduler(
             kv.blocks,
@@ -87,11 +79,9 @@ class DecodeWorker(StageWorker[Ticket]):
         self._grammars = Grammars(spec.path, spec.vocab_size, spec.eos_token_ids)
         self._reader = KvReader(self.spec, kv, memory, shared)
         self._next_key = 0
-        lm.report_layers(self.steps.advance)
 
     def warm_up(self) -> None:
-        """Before the first request: it should not pay for a cold start."""
-        warm_up(self._lm, self._kv.pool)
+        super().warm_up()
         self._lm.prepare_decode(self._kv.pool, self._config.decode.max_running, self._max_context)
 
     # -- one request --------------------------------------------------------
@@ -340,38 +330,11 @@ class DecodeWorker(StageWorker[Ticket]):
     # -- the whole worker ---------------------------------------------------
 
     def describe(self) -> Description:
-        return Description(
-            epoch=self.memory.peer.epoch,
-            fingerprint=self.spec.fingerprint,
-            dtype=self._layout.dtype,
-            numerics_id=self._lm.numerics_id,
-            kv_layout=self._layout.name,
-            kv_block_shape=self._layout.block_shape,
-            kv_tokens=self._num_blocks * self._layout.block_tokens,
-            max_context=self._max_context,
-            max_queue=self._config.decode.max_queue,
-        )
+        return replace(super().describe(), max_queue=self._config.decode.max_queue)
 
-    def load(self) -> Load:
-        free = self._kv.blocks.free_count * self._layout.block_tokens
-        return Load(self._scheduler.running, self._scheduler.waiting, free)
-
-    def state(self) -> Mapping[str, object]:
-        return {
-            **self._common_state(),
-            "waiting": self._scheduler.waiting,
-            "running": self._scheduler.running,
-            **self._kv.state(),
-            "weights_bytes": self._lm.weights_bytes,
-        }
-
-    def check_integrity(self) -> None:
-        """Assert the bookkeeping; call it when idle or after a test."""
-        self._scheduler.check_integrity()
-        self._kv.check_integrity()
-        reads = self.memory.engine.outstanding or self._reader.copying
-        if not (self._tickets or reads or self.memory.leases.quarantined_bytes):
-            assert self._kv.blocks.used == 0, "a block leaked"
+    @property
+    def _idle(self) -> bool:
+        return super()._idle and not (self.memory.engine.outstanding or self._reader.copying)
 
     async def shut_down(self) -> None:
         await self.steps.close()

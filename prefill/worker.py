@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from epd.config import Config
 from epd.errors import EpdError, crowded, invalid
@@ -25,17 +26,15 @@ from epd.handoff import embedding_bytes
 from epd.jobs import PrefillJob, SampledToken, Stage
 from epd.kv.store import KvStore
 from epd.models.lm import LanguageModel
-from epd.models.warm_up import warm_up
 from epd.obs import metrics
 from epd.rpc.status import internal
-from epd.runtime.group import Description, Load
+from epd.runtime.group import Description
 from epd.runtime.isolate import run_isolated
-from epd.runtime.kv import num_blocks
+from epd.runtime.lm_worker import LmWorker
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.pinning import pin
-from epd.runtime.steps import EngineThread, StepLoop
+from epd.runtime.steps import EngineThread
 from epd.runtime.streams import Stopwatch
-from epd.runtime.worker import StageWorker
 from epd.transfer.contract import Handle
 from prefill.budget import StepBudget
 from prefill.embeddings import Landing
@@ -56,10 +55,11 @@ from prefill.ticket import (
 logger = logging.getLogger(__name__)
 
 
-class PrefillWorker(StageWorker[Ticket]):
+class PrefillWorker(LmWorker[Ticket]):
     """Methods run on the event loop."""
 
     stage = Stage.PREFILL
+    _scheduler: Scheduler
 
     def __init__(
         self,
@@ -70,19 +70,9 @@ class PrefillWorker(StageWorker[Ticket]):
         max_context: int,
         thread: EngineThread | None = None,
     ) -> None:
-        steps = StepLoop(self.stage, self._step, lambda: self._scheduler.runnable, thread)
-        super().__init__(memory, steps)
-        self._config = config
-        self._lm = lm
-        self.spec = lm.spec
-        self._max_context = max_context
-        self._layout = lm.kv_layout
-        self._kv = kv
-        lm.report_layers(self.steps.advance)
+        super().__init__(config, lm, memory, kv, max_context, thread)
         self._landing = Landing(self.spec, config.prefill, memory, self.steps.poke)
         pin(self._landing.arena.tensor, lm.device)
-        self._num_blocks = num_blocks(config, self.stage)
-        """That prefill may hold; of a shared pool a part."""
         self._holdings = Holdings(
             self.spec, kv, self._num_blocks, self._landing, memory, self.steps.poke
         )
@@ -97,10 +87,6 @@ class PrefillWorker(StageWorker[Ticket]):
             overlap=limits.overlap,
         )
         self._planner = Planner(config, lm, kv, self._num_blocks, self._landing)
-
-    def warm_up(self) -> None:
-        """Before the first request: it should not pay for a cold start."""
-        warm_up(self._lm, self._kv.pool)
 
     # -- one request --------------------------------------------------------
 
@@ -331,42 +317,23 @@ class PrefillWorker(StageWorker[Ticket]):
     # -- the whole worker ---------------------------------------------------
 
     def describe(self) -> Description:
-        return Description(
-            epoch=self.memory.peer.epoch,
-            fingerprint=self.spec.fingerprint,
-            dtype=self._layout.dtype,
-            numerics_id=self._lm.numerics_id,
-            kv_layout=self._layout.name,
-            kv_block_shape=self._layout.block_shape,
-            kv_tokens=self._num_blocks * self._layout.block_tokens,
-            max_context=self._max_context,
+        return replace(
+            super().describe(),
             max_rows=self._landing.arena.nbytes // embedding_bytes(self.spec, 1),
             max_queue=self._config.prefill.max_queue,
         )
 
-    def load(self) -> Load:
-        free = self._kv.blocks.free_count * self._layout.block_tokens
-        return Load(self._scheduler.running, self._scheduler.waiting, free)
-
     def state(self) -> Mapping[str, object]:
         return {
-            **self._common_state(),
-            "waiting": self._scheduler.waiting,
-            "running": self._scheduler.running,
-            **self._kv.state(),
-            "weights_bytes": self._lm.weights_bytes,
+            **super().state(),
             **self._landing.state(),
             "step_budget": self._budget.tokens(alone=self._alone),
         }
 
     def check_integrity(self) -> None:
-        """Assert the bookkeeping; call it when idle or after a test."""
-        self._scheduler.check_integrity()
-        self._kv.check_integrity()
+        super().check_integrity()
         self._landing.check_integrity()
         self.memory.leases.check_integrity()
-        if not self._tickets and not self.memory.leases.quarantined_bytes:
-            assert self._kv.blocks.used == 0, "a block leaked"
 
     async def shut_down(self) -> None:
         await self.steps.close()
