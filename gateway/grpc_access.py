@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,13 @@ import grpc
 import grpc.aio
 
 from epd.errors import EpdError
-from epd.rpc.handlers import HandlerInterceptor, behaviour_of, is_ours, with_behaviour
+from epd.rpc.handlers import (
+    Behaviour,
+    HandlerInterceptor,
+    behaviour_of,
+    is_ours,
+    with_behaviour,
+)
 from gateway import grpc_ids
 from gateway.access import Access
 from gateway.access_log import write_line
@@ -35,9 +41,8 @@ class AccessLog(HandlerInterceptor):
         if not is_ours(path):
             return handler
         assert handler.request_streaming, "Receipt reads every message"
-        return with_behaviour(handler, self._logged(path, behaviour_of(handler)))
+        behaviour = behaviour_of(handler)
 
-    def _logged(self, path: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         async def handle(requests: Any, context: Any) -> Any:
             grpc_ids.begin(path, context)
             with self._line(path, context):
@@ -49,9 +54,9 @@ class AccessLog(HandlerInterceptor):
                 await grpc_ids.tell(context)
                 return result
 
-        return handle
+        return with_behaviour(handler, handle)
 
-    def _unknown(self, path: str) -> Callable[..., Any]:
+    def _unknown(self, path: str) -> Behaviour:
         async def handle(_: Any, context: Any) -> None:
             grpc_ids.begin(path, context)
             code, started = grpc.StatusCode.UNIMPLEMENTED, time.monotonic()

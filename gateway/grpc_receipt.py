@@ -8,10 +8,8 @@ message; read as such, its receipt can have an end.
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager, nullcontext
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import grpc
@@ -20,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind, invalid
-from epd.rpc.handlers import Behaviour, HandlerInterceptor, behaviour_of, is_ours, with_behaviour
+from epd.rpc.handlers import HandlerInterceptor, behaviour_of, finish, is_ours, with_behaviour
 from epd.rpc.status import to_status
 from gateway.access import Access
 from gateway.bodies import LIGHT_BYTES, LIGHT_VALUES, BodyReader
@@ -30,7 +28,6 @@ from gateway.grpc_request import Checked
 from gateway.grpc_wire import descriptor_of, is_light
 from gateway.outcomes import beginning
 
-_Message = Callable[[Any], Awaitable[Any]]
 _FORMS = frozenset(map(str, Form))
 _ANSWERS = frozenset({"/epd.v1.Gateway/Chat", "/epd.v1.Gateway/Complete"})
 """Calls of these are counted by how they end (`gateway.outcomes`)."""
@@ -67,32 +64,16 @@ class Receipt(HandlerInterceptor):
     def around(self, path: str, handler: Any) -> Any:
         if handler is None or handler.request_streaming:
             return handler
-        wrap = self._streaming if handler.response_streaming else self._single
-        parse = handler.request_deserializer
-        read = wrap(behaviour_of(handler), partial(self._message, path, parse))
-        made = with_behaviour(handler, read, request_streaming=True)
+        parse, behaviour = handler.request_deserializer, behaviour_of(handler)
+
+        async def handle(_: AsyncIterator[Any], context: Any) -> Any:
+            message = await self._message(path, parse, context)
+            return await finish(behaviour(message, context), context)
+
+        made = with_behaviour(handler, handle, request_streaming=True)
         if not is_ours(path):
             return made
         return made._replace(request_deserializer=None)  # bytes, as they came
-
-    def _single(self, behaviour: Behaviour, message: _Message) -> Behaviour:
-        async def handle(_: AsyncIterator[Any], context: Any) -> Any:
-            result = behaviour(await message(context), context)
-            return await result if inspect.isawaitable(result) else result
-
-        return handle
-
-    def _streaming(self, behaviour: Behaviour, message: _Message) -> Behaviour:
-        async def handle(_: AsyncIterator[Any], context: Any) -> None:
-            result = behaviour(await message(context), context)
-            if not inspect.isasyncgen(result):
-                await result
-                return
-            async with aclosing(result) as events:
-                async for event in events:
-                    await context.write(event)
-
-        return handle
 
     async def _message(self, method: str, parse: Callable[[bytes], Any], context: Any) -> Any:
         """The request: a message, or of ours `Checked` where it was a heavy one.

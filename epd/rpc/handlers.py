@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -57,6 +59,20 @@ def with_behaviour(
         request_deserializer=handler.request_deserializer,
         response_serializer=handler.response_serializer,
     )
+
+
+async def finish(result: Any, context: Any) -> Any:
+    """What a behaviour returned, to its end: a response, or None when all were written.
+
+    A generator is closed here and now, not when it is collected: what it holds is let go at
+    once.
+    """
+    if not inspect.isasyncgen(result):
+        return await result if inspect.isawaitable(result) else result
+    async with aclosing(result) as events:
+        async for event in events:
+            await context.write(event)
+    return None
 
 
 def _kind(request_streaming: bool, handler: grpc.RpcMethodHandler[Any, Any]) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
 from collections.abc import Awaitable, Sequence
-from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -21,7 +19,7 @@ from epd.obs import metrics
 from epd.obs.logs import request_id
 from epd.rpc.channels import Options, server_options
 from epd.rpc.cut import cut_off
-from epd.rpc.handlers import Behaviour, HandlerInterceptor, behaviour_of, is_ours, with_behaviour
+from epd.rpc.handlers import HandlerInterceptor, behaviour_of, finish, is_ours, with_behaviour
 from epd.rpc.status import internal, to_status
 
 logger = logging.getLogger(__name__)
@@ -117,22 +115,12 @@ class TypedErrors(HandlerInterceptor):
     def around(self, path: str, handler: Any) -> Any:
         if handler is None or not is_ours(path):
             return handler
-        wrap = self._streaming if handler.response_streaming else self._single
-        return with_behaviour(handler, wrap(behaviour_of(handler)))
+        behaviour = behaviour_of(handler)
 
-    def _single(self, behaviour: Behaviour) -> Behaviour:
         async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            return await self._typed(behaviour(request, context), context)
+            return await self._typed(finish(behaviour(request, context), context), context)
 
-        return handle
-
-    def _streaming(self, behaviour: Behaviour) -> Behaviour:
-        async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            result = behaviour(request, context)
-            work = _write_all(result, context) if inspect.isasyncgen(result) else result
-            await self._typed(work, context)
-
-        return handle
+        return with_behaviour(handler, handle)
 
     async def _typed(
         self, work: Awaitable[Any], context: grpc.aio.ServicerContext[Any, Any]
@@ -176,10 +164,3 @@ class TypedErrors(HandlerInterceptor):
         except TimeoutError:
             logger.warning("the peer takes no status", extra={"cut_off": cut_off()})
             raise asyncio.CancelledError from None
-
-
-async def _write_all(events: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    # Closed here and now, not when it is collected: what it holds is let go at once.
-    async with aclosing(events):
-        async for event in events:
-            await context.write(event)
