@@ -14,16 +14,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.tracked import ROOT, tracked
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 STAGES = ("encode", "prefill", "decode", "gateway")
-
-
-def tracked(pattern: str) -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", pattern], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
 
 
 def test_import_contracts_hold() -> None:
@@ -114,31 +108,6 @@ def test_constraints_lie_within_the_ranges() -> None:
         assert requirement.specifier.contains(version), f"{requirement} but {version} is pinned"
 
 
-def test_make_targets_named_in_the_docs_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
-    documents = [*tracked("*.md"), ROOT / ".ci" / "run"]
-    named = {
-        (target, path.name)
-        for path in documents
-        for target in re.findall(r"(?:^|`|step )make ([a-z0-9-]+)", path.read_text(), re.MULTILINE)
-    }
-    assert named, "no document names a make target"
-    assert not {(target, name) for target, name in named if target not in targets}
-
-
-def test_epd_commands_in_the_docs_exist() -> None:
-    from typer.main import get_command
-
-    from epd.cli import app
-
-    command = get_command(app)
-    known = set(getattr(command, "commands", {})) | {"--help", "--version"}
-    for path in tracked("*.md"):
-        for line in re.findall(r"^(?:\$ )?epd (\S+)", path.read_text(), re.MULTILINE):
-            assert line in known, f"{path.name}: epd {line}"
-
-
 def test_no_path_of_a_builders_machine_is_tracked() -> None:
     banned = re.compile(r"(?<![A-Za-z0-9_.])/(?:work|home/[a-z]+|root)/")
     for pattern in ("*.py", "*.md", "*.toml", "*.yaml", "*.sh", "Makefile", ".ci/run"):
@@ -155,37 +124,6 @@ def test_no_swallowed_exceptions_and_no_pickle() -> None:
         for path in tracked(f"{package}/**.py"):
             found = banned.search(path.read_text())
             assert not found, f"{path}: {found and found[0]}"
-
-
-def _names(tree: ast.Module) -> set[str]:
-    """Top-level names of a module, and ``Class.member`` for what classes define."""
-    found: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            found.add(node.name)
-            members = [
-                n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
-            ]
-            found |= {f"{node.name}.{member.name}" for member in members}
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return found
-
-
-def test_the_architecture_page_names_what_exists() -> None:
-    text = (ROOT / "docs/architecture.md").read_text()
-    references = re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", text)
-    assert len(references) > 50
-    missing = [
-        f"{path}:{name}"
-        for path, name in references
-        if not (ROOT / path).is_file()
-        or (name and name not in _names(ast.parse((ROOT / path).read_text())))
-    ]
-    assert not missing
 
 
 DISTRIBUTIONS = {
@@ -225,10 +163,3 @@ def test_what_the_packages_import_is_declared() -> None:
             for name in _imported(path) - ours:
                 distribution = DISTRIBUTIONS.get(name, name)
                 assert distribution in declared, f"{path}: {name} is in no dependency"
-
-
-def test_links_between_documents_lead_somewhere() -> None:
-    for path in tracked("*.md"):
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
-            if "://" not in target:
-                assert (path.parent / target).exists(), f"{path.name} -> {target}"

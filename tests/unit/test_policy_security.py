@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_policy_repository import STAGES, tracked
+from tests.tracked import tracked
+from tests.unit.test_policy_repository import STAGES
 
 BANNED_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 BANNED_CALLS = {
