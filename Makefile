@@ -35,7 +35,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos chaos soak storm gpu-check triton contract load-client fuzz images bench-gateway bench-overlap bench-growth bench-interference soak-gateway check format protos parity clean
 
 help: ## show this help
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-19s %s\n", $$1, $$2}'
 
 setup: $(READY) ## virtual environment with everything, and the system libraries of Mooncake
 

@@ -160,7 +160,7 @@ class Attempt:
     # --- teardown ----------------------------------------------------------------------
 
     async def teardown(self, reason: str, damaged: bool = False) -> None:
-        """Close every call in promise 2's order: readers, their word, then owners. Prefill
+        """Close every call in this order: readers, their word, then owners. Prefill
         is told if decode found its bytes `damaged`.
 
         Never raises. After a complete output all calls are half-closed already and

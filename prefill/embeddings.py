@@ -1,9 +1,9 @@
 """Landing memory: where embeddings are read to, how, and which stay for later requests.
 
 Every image that a request needs has its place reserved before anything is encoded
-(promise 9). Requests with the same picture share one place: one of them reads, and if it
-fails or goes away the next one does. A place is given away only when no read can write
-into it any more.
+(docs/reservations.md). Requests with the same picture share one place: one of them reads,
+and if it fails or goes away the next one does. A place is given away only when no read can
+write into it any more.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class StepLoop:
     """Calls `step` as long as it did something, then sleeps until `poke`.
 
     `runnable` says whether there is work that a step could do now: with work and
-    without a step, or a part of one, for too long, the stage is stalled (promise 9).
+    without a step, or a part of one, for too long, the stage is stalled.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ One read, from top to bottom:
                 -- driver.py: submit, poll, park
                    -- flow.py: fair windows;  submitter.py: the one submitting thread
 
-Reads only: nothing in this package ever writes into a peer's memory (promise 1).
+Reads only: nothing in this package ever writes into a peer's memory (docs/transfer.md).
 """
 
 from __future__ import annotations

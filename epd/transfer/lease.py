@@ -4,7 +4,7 @@
                    |
                    +------ lost (contact lost) --> quarantined --> freed by sweep(now)
 
-A lost reader may still be reading (promise 2), so its bytes wait for the read
+A lost reader may still be reading, so its bytes wait for the read
 deadline plus a margin. Bytes that were never announced are none of this file's
 business: whoever allocated them frees them at once.
 

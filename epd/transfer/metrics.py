@@ -1,12 +1,10 @@
-"""Counters of the transfer layer (names stand in docs/transfer.md)."""
+"""Counters of the transfer layer (docs/operations.md has the table)."""
 
 from __future__ import annotations
 
 from prometheus_client import Counter, Gauge
 
-BYTES = Counter(
-    "epd_transfer_bytes_total", "Bytes read from peers and verified to be here.", ["kind"]
-)
+BYTES = Counter("epd_transfer_bytes_total", "Bytes read from peers.", ["kind"])
 SECONDS = Counter("epd_transfer_seconds_total", "Time in reads that succeeded.", ["kind"])
 READS = Counter("epd_transfer_reads_total", "Reads that succeeded.", ["kind"])
 DESCRIPTORS = Counter(
