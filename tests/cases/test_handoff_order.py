@@ -19,7 +19,7 @@ from protos.epd.v1 import common_pb2, decode_pb2, gateway_pb2_grpc, prefill_pb2
 from tests.e2e.fake_stages import Call, Fake, fail, hang
 from tests.e2e.gateway_house import CHAT, House, ask, raw
 from tests.e2e.http_client import Connection
-from tests.waiting import LIMIT_S, soon
+from tests.waiting import LIMIT_S, a_moment, soon, until
 
 
 async def reached(event: asyncio.Event) -> None:
@@ -94,8 +94,7 @@ async def test_hnd_06_a_prefill_that_gives_up_half_way_starts_no_decode(house: H
     async def gives_up(call: Call) -> None:
         blocks[0] += 1
         if blocks[0] == 3:
-            while "decode: job" not in house.journal:
-                await asyncio.sleep(0.005)
+            await until(lambda: "decode: job" in house.journal)
             await fail(ErrorKind.CONTEXT_LENGTH_EXCEEDED, "too long for the pool")(call)
 
     house.script.hooks["prefill.kv"] = gives_up
@@ -115,8 +114,7 @@ async def test_hnd_07_decode_is_told_at_once_that_prefill_failed(house: House) -
         await hang(call)
 
     async def fails(call: Call) -> None:
-        while not any(c.job.request_id == call.job.request_id for c in waiting):
-            await asyncio.sleep(0.005)
+        await until(lambda: any(c.job.request_id == call.job.request_id for c in waiting))
         await fail(ErrorKind.INTERNAL, "prefill broke")(call)
 
     house.script.hooks |= {"decode.fetch": waits, "prefill.first": fails}
@@ -223,9 +221,8 @@ async def test_hnd_32_a_client_that_leaves_between_prefill_and_decode(
     between = asyncio.Event()
 
     async def not_yet(call: Call) -> None:
-        while "prefill: FirstToken" not in house.journal:
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.05)
+        await until(lambda: "prefill: FirstToken" in house.journal)
+        await a_moment()
         between.set()
         await hang(call)
 

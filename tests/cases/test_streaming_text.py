@@ -30,6 +30,7 @@ from tests.e2e.fake_stages import Call, fail, hang
 from tests.e2e.gateway_house import House, body
 from tests.e2e.http_client import Connection, post
 from tests.e2e.test_gateway_bounds import opened
+from tests.readings import reading
 from tests.waiting import until
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -240,7 +241,7 @@ async def test_str_10_a_fault_of_our_own_ends_the_stream_with_an_event(
 
     def counted() -> tuple[float, float]:
         errors = metrics.ERRORS.labels("gateway", "internal_error")
-        return errors._value.get(), metrics.REQUESTS.labels("gateway", "failed")._value.get()
+        return reading(errors), reading(metrics.REQUESTS.labels("gateway", "failed"))
 
     monkeypatch.setattr(form, "part", breaks)
     house.script.hooks["decode.token"] = slow

@@ -13,7 +13,7 @@ from tests.e2e.fake_stages import Call, hang
 from tests.e2e.gateway_house import CHAT, House, raw
 from tests.e2e.http_client import Connection
 from tests.e2e.test_gateway_bounds import opened
-from tests.waiting import LIMIT_S, soon
+from tests.waiting import LIMIT_S, soon, until
 
 
 def before(journal: list[str], first: str, second: str) -> bool:
@@ -29,8 +29,7 @@ async def leave_at(house: House, point: str, after: str = "", **fields: Any) -> 
     reached = asyncio.Event()
 
     async def wait(call: Call) -> None:
-        while after and after not in house.journal:
-            await asyncio.sleep(0.005)
+        await until(lambda: not after or after in house.journal)
         reached.set()
         await hang(call)
 

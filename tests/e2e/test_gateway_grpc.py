@@ -29,6 +29,7 @@ from protos.epd.v1 import gateway_pb2_grpc
 from tests.e2e.fake_stages import fail
 from tests.e2e.gateway_house import House, body, picture
 from tests.e2e.http_client import post
+from tests.readings import reading
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -292,7 +293,7 @@ async def test_a_fault_of_ours_in_the_stream_names_the_request(
 
     monkeypatch.setattr(GatewayService, "_delta", breaks)
     house.script.hooks["decode.token"] = slow
-    before = metrics.REQUESTS.labels("gateway", "failed")._value.get()
+    before = reading(metrics.REQUESTS.labels("gateway", "failed"))
     async with grpc.aio.insecure_channel(house.grpc) as channel:
         stub: gateway_pb2_grpc.GatewayStub = gateway_pb2_grpc.GatewayStub(channel)
         call = stub.Chat(pb.ChatRequest(messages=[user("a")]))
@@ -303,7 +304,7 @@ async def test_a_fault_of_ours_in_the_stream_names_the_request(
     assert str(identity) in (caught.value.details() or "")
     assert "secret" not in (caught.value.details() or "")
     await house.settled()
-    assert metrics.REQUESTS.labels("gateway", "failed")._value.get() == before + 1
+    assert reading(metrics.REQUESTS.labels("gateway", "failed")) == before + 1
 
 
 # --- the documented examples ---------------------------------------------------------------

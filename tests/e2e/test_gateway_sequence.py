@@ -9,6 +9,7 @@ from epd.jobs import Stage
 from tests.e2e.fake_stages import Call
 from tests.e2e.gateway_house import CHAT, House, raw
 from tests.e2e.http_client import Connection
+from tests.waiting import a_moment, until
 
 
 def text_of(events: list[Any]) -> str:
@@ -137,9 +138,8 @@ async def test_decode_may_have_everything_before_the_first_token(house: House) -
     fetched = asyncio.Event()
 
     async def wait(call: Call) -> None:
-        while "decode: KvFetched" not in house.journal:
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.05)
+        await until(lambda: "decode: KvFetched" in house.journal)
+        await a_moment()
         fetched.set()
 
     house.script.hooks["prefill.first"] = wait

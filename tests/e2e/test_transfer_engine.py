@@ -29,6 +29,7 @@ from tests.e2e.transfer_reader import (  # noqa: F401 (fixtures)
     owner_fixture,
     reader_fixture,
 )
+from tests.readings import reading
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -127,8 +128,8 @@ async def test_an_engine_reads_its_own_memory_by_a_copy(reader: Reader) -> None:
     """As colocated stages do: no Mooncake, but registered memory only, and counted apart."""
     memory, engine = reader.memory, reader.engine
     length = 5 << 20  # more than is copied in one go
-    moved = metrics.LOCAL_BYTES.labels("kv")._value.get()
-    through_mooncake = metrics.BYTES.labels("kv")._value.get()
+    moved = reading(metrics.LOCAL_BYTES.labels("kv"))
+    through_mooncake = reading(metrics.BYTES.labels("kv"))
     source = Memory(length)
     source.bytes[:] = content(SEED, length)
     engine.register(source.address, length, source)
@@ -136,8 +137,8 @@ async def test_an_engine_reads_its_own_memory_by_a_copy(reader: Reader) -> None:
     stats = await engine.read(engine.peer, "f00d", [piece], memory, 5.0, kind="kv")
     assert stats.nbytes == length
     assert memory.bytes[:length] == source.bytes[:]
-    assert metrics.LOCAL_BYTES.labels("kv")._value.get() == moved + length
-    assert metrics.BYTES.labels("kv")._value.get() == through_mooncake
+    assert reading(metrics.LOCAL_BYTES.labels("kv")) == moved + length
+    assert reading(metrics.BYTES.labels("kv")) == through_mooncake
     for start in (source.address + 1, source.address - 1):
         outside = Piece(memory.address, start, length)
         with pytest.raises(EpdError) as failed:

@@ -25,6 +25,7 @@ from epd.runtime.steps import EngineThread
 from prefill.ticket import FirstToken, KvReady
 from prefill.ticket import ReadsTerminal as PrefillTerminal
 from prefill.worker import PrefillWorker
+from tests.readings import reading
 from tests.unit.fake_stage import BLOCK, FakeLm, FakeMemory, config, decode_job, prefill_job
 from tests.waiting import LIMIT_S, a_moment, until
 
@@ -181,12 +182,12 @@ async def until_event(mailbox: Any, kind: type) -> None:
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 11])
 async def test_full_blocks_are_shared_and_the_last_is_copied(length: int) -> None:
     both = Together(prefill__chunk_tokens=3, prefill__prefix_cache=False)
-    adopted = metrics.ADOPTED_BLOCKS._value.get()
+    adopted = reading(metrics.ADOPTED_BLOCKS)
     run = Run(both, range(20, 20 + length))
     await asyncio.wait_for(run.go(), LIMIT_S)
     assert run.outputs == [[20 + length + i for i in range(6)]]
     assert run.moved == 0
-    assert metrics.ADOPTED_BLOCKS._value.get() == adopted + length // BLOCK
+    assert reading(metrics.ADOPTED_BLOCKS) == adopted + length // BLOCK
     await both.close()
 
 

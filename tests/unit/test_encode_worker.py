@@ -21,6 +21,7 @@ from epd.models.processor import PreparedImage
 from epd.obs import metrics
 from epd.transfer.checksum import checksum_at
 from epd.transfer.contract import Handle
+from tests.readings import reading
 from tests.unit.fake_stage import FakeLm, FakeMemory, config
 from tests.waiting import LIMIT_S, a_moment, until
 
@@ -125,7 +126,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 def looked_up(outcome: str) -> float:
-    return metrics.CACHE_LOOKUPS.labels("embedding", outcome)._value.get()
+    return reading(metrics.CACHE_LOOKUPS.labels("embedding", outcome))
 
 
 def value_at(handle: Handle) -> float:

@@ -23,6 +23,7 @@ from epd.rpc.status import from_rpc_error
 from epd.runtime.mailbox import Mailbox
 from epd.runtime.streams import Streams, deadline, next_message, read_into
 from protos.epd.v1 import decode_pb2, decode_pb2_grpc
+from tests.readings import reading
 from tests.waiting import LIMIT_S
 
 Behaviour = Callable[[Any], Awaitable[None]]
@@ -52,7 +53,7 @@ async def serving(
 
 
 def count(outcome: str) -> float:
-    return float(metrics.REQUESTS.labels("decode", outcome)._value.get())
+    return reading(metrics.REQUESTS.labels("decode", outcome))
 
 
 async def nothing(context: Any) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from epd.obs import metrics
 from epd.runtime.steps import EngineThread, StepLoop
+from tests.readings import reading
 from tests.waiting import a_moment, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,10 +132,10 @@ async def test_a_step_that_raises_is_counted_and_leaves_the_thread_usable() -> N
 
     loop = StepLoop("decode", step, lambda: False)
     counter = metrics.STEP_FAILURES.labels("decode")
-    before = counter._value.get()
+    before = reading(counter)
     with pytest.raises(ZeroDivisionError):
         await loop.run(broken, 1)
-    assert counter._value.get() == before + 1
+    assert reading(counter) == before + 1
     assert await loop.run(lambda: 5, 1) == 5
     await loop.close()
 

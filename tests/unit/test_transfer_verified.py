@@ -16,6 +16,7 @@ from epd.transfer.contract import Peer, Span
 from epd.transfer.engine import ReadStats
 from epd.transfer.pieces import Piece
 from epd.transfer.verified import INLINE_BYTES, read_verified
+from tests.readings import reading
 
 Spans = list[tuple[int, Span]]
 
@@ -59,7 +60,7 @@ async def read(spans: Spans, owner: object) -> ReadStats:
 
 
 def failures() -> float:
-    return metrics.FAILURES.labels("kv", "checksum")._value.get()
+    return reading(metrics.FAILURES.labels("kv", "checksum"))
 
 
 @pytest.mark.parametrize("nbytes", [100, INLINE_BYTES + 1, 9 << 20])
