@@ -66,23 +66,6 @@ def read_trace(path: Path, limits: Limits, rng: random.Random) -> list[Timed]:
     return [Timed(t.at_s - start, _cut(t.shape, limits)) for t in timed]
 
 
-def write_trace(path: Path, trace: Iterable[Timed]) -> None:
-    """In our own format."""
-    lines = []
-    for timed in trace:
-        shape = timed.shape
-        row: dict[str, Any] = {"at_s": timed.at_s, "text_tokens": shape.text_tokens}
-        row["output_tokens"] = shape.output_tokens
-        if shape.kind:
-            row["kind"] = shape.kind
-        if shape.pictures:
-            row["images"] = [
-                {"width": p.width, "height": p.height, "id": p.identity} for p in shape.pictures
-            ]
-        lines.append(json.dumps(row) + "\n")
-    path.write_text("".join(lines))
-
-
 def _first(timed: Iterator[Timed], count: int) -> list[Timed]:
     taken = []
     for one in timed:

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-import epd.models.spec  # noqa: F401 - sets transformers' environment before its import
 from epd.kv.pool import KvPool
 from epd.models.attention_plan import Group, Part, Plan, make_plan
 from epd.models.batch import SequenceSlice

@@ -73,15 +73,7 @@ class PromptBuilder:
     """
 
     @classmethod
-    def load(cls, path: str) -> PromptBuilder:
-        """Read a checkpoint's processor (imports torch and transformers)."""
-        from epd.models.processor import Processor
-
-        return cls.of(Processor.load(path))
-
-    @classmethod
     def of(cls, processor: Processor) -> PromptBuilder:
-        """Share a processor that is loaded already."""
         return cls(processor.hf, processor.image_token, processor.image_token_id, processor.plan)
 
     def __init__(self, hf: Any, image_token: str, image_token_id: int, plan: Plan) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from epd.bench.ceiling import scripted_server
-from epd.bench.traces import write_trace
-from epd.bench.workload import Picture, Shape, Timed
 from epd.cli import app
 
 
@@ -38,8 +37,13 @@ def test_two_targets_side_by_side(tmp_path: Path) -> None:
 
 def test_a_trace(tmp_path: Path) -> None:
     out, trace = tmp_path / "run.json", tmp_path / "trace.jsonl"
-    shapes = [Shape(9, 5, kind="chat"), Shape(9, 5, (Picture(28, 28, 1),), kind="picture")]
-    write_trace(trace, [Timed(0.01 * n, shape) for n, shape in enumerate(shapes * 2)])
+    picture = {"kind": "picture", "images": [{"width": 28, "height": 28, "id": 1}]}
+    kinds: list[dict[str, Any]] = [{"kind": "chat"}, picture]
+    rows = [
+        {"at_s": 0.01 * n, "text_tokens": 9, "output_tokens": 5, **kind}
+        for n, kind in enumerate(kinds * 2)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with scripted_server(5) as url:
         arguments = ["bench", "--target", f"one={url}", "--trace", str(trace), "--rounds", "1"]
         arguments += ["--speed", "1,2", "--slo-ttft", "9", "--slo-tpot", "9", "--json", str(out)]

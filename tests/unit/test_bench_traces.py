@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from epd.bench.content import Words, data_url
-from epd.bench.traces import Limits, read_trace, write_trace
+from epd.bench.traces import Limits, read_trace
 from epd.bench.workload import Picture, Shape, Timed, Zipf
 from epd.errors import EpdError
 
@@ -71,14 +71,16 @@ def test_azure(tmp_path: Path) -> None:
     assert (second.shape.text_tokens, second.shape.output_tokens) == (3180, 8)
 
 
-def test_our_own_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    trace = [
+def test_our_own(tmp_path: Path) -> None:
+    images = [{"width": 448, "height": 336, "id": 5}, {"width": 28, "height": 28, "id": 6}]
+    rows: list[dict[str, Any]] = [
+        {"at_s": 0.0, "text_tokens": 80, "output_tokens": 32, "kind": "steady"},
+        {"at_s": 1.25, "text_tokens": 20, "output_tokens": 4, "kind": "burst", "images": images},
+    ]
+    assert read(tmp_path, rows, Limits()) == [
         Timed(0.0, Shape(80, 32, kind="steady")),
         Timed(1.25, Shape(20, 4, (Picture(448, 336, 5), Picture(28, 28, 6)), kind="burst")),
     ]
-    path = tmp_path / "trace.jsonl"
-    write_trace(path, trace)
-    assert read_trace(path, Limits(), random.Random(0)) == trace
 
 
 def test_the_sample_in_the_repository_reads() -> None:

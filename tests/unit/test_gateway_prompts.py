@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from epd.config import ModelConfig
 from epd.errors import EpdError, ErrorKind
+from epd.models.processor import Processor
 from epd.text.messages import ChatMessage, ImagePart, ImageSize, TextPart, Tool, ToolCall
 from epd.text.prompt import PromptBuilder, PromptPlan
 from gateway.checkpoint import Loaded, read
@@ -34,7 +35,7 @@ def path(tiny_checkpoint: Callable[[str], Path]) -> str:
 
 @pytest.fixture(scope="module")
 def builder(path: str) -> PromptBuilder:
-    return PromptBuilder.load(path)
+    return PromptBuilder.of(Processor.load(path))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -100,7 +100,7 @@ def _names(tree: ast.Module) -> set[str]:
 
 def _references(path: Path) -> list[tuple[str, str]]:
     """(file, name in it or "") of the Python files that a document names."""
-    return re.findall(r"`([\w/]+/\w+\.py)(?::([\w.]+))?`", path.read_text())
+    return re.findall(r"`([\w/]+/\w+\.py)(?:::?([\w.]+))?`", path.read_text())
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
