@@ -226,8 +226,9 @@ class DecodeWorker(LmWorker[Ticket]):
         if ticket.stopped:
             return
         ticket.stopped = True
-        if ticket.loader is not None:
-            ticket.loader.cancel()
+        loader, ticket.loader = ticket.loader, None  # cancelled, it keeps what knows this ticket
+        if loader is not None:
+            loader.cancel()
         self._reader.when_settled(ticket.read_key, lambda: self._release(ticket))
 
     def _release(self, ticket: Ticket) -> None:

@@ -119,7 +119,7 @@ class Works:
 
     def _end(self, work: Work) -> None:
         del self._works[work.number]
-        work.prepared = None
+        work.prepared = work.task = None  # cancelled, it keeps what knows this work
 
     def _fail(self, work: Work, error: EpdError) -> None:
         self.batcher.abort(work.number)

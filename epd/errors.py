@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 import grpc
+
+Error = TypeVar("Error", bound=BaseException)
 
 
 class ErrorKind(StrEnum):
@@ -143,3 +146,18 @@ def too_many(param: str, value: int, limit: int, what: str) -> EpdError:
 def invalid(message: str, param: str | None = None) -> EpdError:
     """Shorthand for the commonest user fault."""
     return EpdError(ErrorKind.INVALID_REQUEST, message, param=param)
+
+
+def without_frames(error: Error) -> Error:
+    """The same, once it is dealt with: it, and what led to it, forget the frames that they
+    passed.
+
+    Those refer to the tasks, futures and queues that brought the error here, and these to the
+    error: a circle, which keeps all of it alive, request bodies, calls and connections, until
+    Python looks for circles.
+    """
+    led: BaseException | None = error
+    while led is not None:
+        led.__traceback__ = None
+        led = led.__cause__ or led.__context__
+    return error

@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from epd import __version__
-from epd.errors import EpdError, ErrorKind
+from epd.errors import EpdError, ErrorKind, without_frames
 from epd.jobs import Stage
 from epd.obs import metrics
 from gateway.answer import Answer
@@ -297,7 +297,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         level = logging.INFO if error.mapping.users_fault else logging.WARNING
         extra = {"kind": str(error.kind), "param": error.param}
         _log.log(level, "refused: %s", error.for_log, extra=extra)
-        return error_response(error)
+        return error_response(without_frames(error))
 
     async def on_client_gone(request: Request, error: Exception) -> Response:
         _log.info("the client is gone")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from epd.errors import EpdError, ErrorKind
+from epd.errors import ErrorKind
 from epd.jobs import Stage
 from gateway.branch import Branch, FirstOf
 from gateway.encoding import Encoding
@@ -14,6 +15,7 @@ from gateway.jobs import AttemptJobs
 from gateway.progress import Progress, Stages, broken
 from gateway.request import PlannedRequest
 from gateway.streams import StageFault, StageStream
+from gateway.together import Together
 from protos.epd.v1 import common_pb2, decode_pb2, prefill_pb2
 
 _SETTLE_S = 1.0
@@ -44,17 +46,18 @@ class Attempt:
             group[0].output,
             [progress.choice for progress in group],
         )
-        self._tasks: asyncio.TaskGroup | None = None
+        self._tasks: Together | None = None
         self._prefill_task: asyncio.Task[None] | None = None
         self._prefill: StageStream | None = None
         self._prefill_done = False
         """It has given its token: it computes and reads no more, it only holds blocks."""
         self.released = False
         """Half-closed: nobody reads its blocks any more."""
-        self._encoding = Encoding(stages, self.jobs, group[0], deadline, self._on_embedding)
+        self._encoding = Encoding(stages, self.jobs, group[0], deadline)
         self.position_delta = 0
         self.announced: list[prefill_pb2.KvReady] = []
-        self._branches = [Branch(self, progress) for progress in group]
+        # They know it weakly: nothing of an attempt may outlive it (see `together`).
+        self._branches = [Branch(weakref.proxy(self), progress) for progress in group]
 
     async def run(self) -> None:
         """Deliver the outputs' rest; every `Progress` then has its `reason`.
@@ -64,12 +67,19 @@ class Attempt:
             EpdError: no worker, or a peer broke the protocol.
         """
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with Together() as tasks:
                 self._tasks = tasks
                 self._prefill_task = tasks.create_task(self._run_prefill())
-        except BaseExceptionGroup as group:
-            raise first_of(group) from None
+        finally:
+            self._forget_tasks()
         assert self._all_over
+
+    def _forget_tasks(self) -> None:
+        """They are done. Each keeps what it raised, and by that whoever refers to it."""
+        self._tasks = self._prefill_task = None
+        self._encoding.forget_tasks()
+        for branch in self._branches:
+            branch.forget_task()
 
     @property
     def _all_over(self) -> bool:
@@ -122,7 +132,7 @@ class Attempt:
         for index in admitted.missing_items:
             if index >= len(self._request.items):
                 raise broken(stream, f"asks for image {index}")
-            self.spawn(self._encoding.run(index))
+            self.spawn(self._encoding.run(index, self._on_embedding))
         # The request is accepted, not its choices: one word for all of them.
         if not any(progress.accepted for progress in self._group):
             await self._group[0].accept(admitted.cached_tokens)
@@ -151,7 +161,10 @@ class Attempt:
         idle = all(branch.fetched or branch.over for branch in self._branches)
         if self._prefill_done and idle and not self.released:
             self.released = True
-            self._prefill.finish()
+            if any(branch.lost_reader for branch in self._branches):
+                self._prefill.abort()  # one that another took over from may still read
+            else:
+                self._prefill.finish()
         finished = all(branch.over for branch in self._branches) and self._all_over
         if finished and self._prefill_task not in (None, asyncio.current_task()):
             assert self._prefill_task is not None
@@ -195,7 +208,7 @@ class Attempt:
         return await reader.cancel_and_wait(cancel, self._stages.cancel_bound_s)
 
     async def _quiet(self, branch: Branch, stream: StageStream, cancel: common_pb2.Cancel) -> bool:
-        return branch.done or await self.stop_reading(stream, cancel)
+        return branch.reads_no_more(stream) or await self.stop_reading(stream, cancel)
 
     async def stop_reading(self, stream: StageStream, cancel: common_pb2.Cancel) -> bool:
         """Have a decode call stop; whether no read of it is under way any more."""
@@ -247,12 +260,3 @@ class Attempt:
                 progress.avoid[Stage.ENCODE] += encoders
             elif fault.stage is Stage.DECODE and self._prefill is not None:
                 progress.avoid[Stage.PREFILL].append(self._prefill.worker)
-
-
-def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The cause: what a stage or a check said, rather than what followed from it."""
-    flat: list[BaseException] = []
-    for error in group.exceptions:
-        flat.append(first_of(error) if isinstance(error, BaseExceptionGroup) else error)
-    typed = [error for error in flat if isinstance(error, StageFault | EpdError)]
-    return (typed or flat)[0]

@@ -61,6 +61,16 @@ class Branch:
         """Whether this attempt delivered a token of it."""
         return len(self.progress.output) > self._base
 
+    def reads_no_more(self, stream: StageStream) -> bool:
+        """By its own word: it said Finished."""
+        return self.done and stream is self.streams[-1]
+
+    @property
+    def lost_reader(self) -> bool:
+        """Whether contact was lost to a decode that was told of blocks: nobody knows if it
+        still reads them."""
+        return any(stream.lost and not self.reads_no_more(stream) for stream in self.streams)
+
     def kv_ready(self, ready: prefill_pb2.KvReady) -> None:
         """More blocks (they are in `source.announced` already); the first opens the call."""
         if self.progress.reason is not None:
@@ -92,6 +102,10 @@ class Branch:
             await self._end(reason)
             self.stop()
 
+    def forget_task(self) -> None:
+        """The attempt's tasks are done."""
+        self._task = None
+
     def stop(self) -> None:
         """The output is over while decode may still be reading or generating: it is told
         to stop, and then this branch needs no blocks any more."""
@@ -107,7 +121,8 @@ class Branch:
         clean = True
         for stream in self.streams:
             cancel = common_pb2.Cancel(reason="the output is over")
-            clean &= self.done or await self._source.stop_reading(stream, cancel)
+            told = self.reads_no_more(stream)
+            clean &= told or await self._source.stop_reading(stream, cancel)
             stream.finish()
         self.over = clean
         self._source.branch_changed()

@@ -24,21 +24,15 @@ Announce = Callable[[prefill_pb2.EmbeddingReady], None]
 
 
 class Encoding:
-    """Owns the streams to encoders; `announce` tells prefill of a finished one."""
+    """Owns the streams to encoders."""
 
     def __init__(
-        self,
-        stages: Stages,
-        jobs: AttemptJobs,
-        progress: Progress,
-        deadline: float,
-        announce: Announce,
+        self, stages: Stages, jobs: AttemptJobs, progress: Progress, deadline: float
     ) -> None:
         self._stages = stages
         self._jobs = jobs
         self._progress = progress
         self._deadline = deadline
-        self._announce = announce
         self.streams: list[StageStream] = []
         self._leases: dict[int, StageStream] = {}
         """By image: who announced its embedding. Other encoders have nothing to lose."""
@@ -47,8 +41,8 @@ class Encoding:
         self.near: Worker | None = None
         """Where the request is prefilled."""
 
-    async def run(self, index: int) -> None:
-        """Encode one image and hold its lease until `fetched`.
+    async def run(self, index: int, announce: Announce) -> None:
+        """Encode one image, tell prefill of it (`announce`), hold its lease until `fetched`.
 
         Raises:
             StageFault: it can't be encoded, or the lease broke before it was fetched.
@@ -59,7 +53,7 @@ class Encoding:
         ready = await self._encoded(index)
         timeline.end(f"encode[{index}]")
         timeline.begin(f"embedding transfer[{index}]")
-        self._announce(ready)
+        announce(ready)
         stream = self._leases[index]
         self._holding[index] = asyncio.create_task(_until_end(stream))
         try:
@@ -79,6 +73,10 @@ class Encoding:
         if (stream := self._leases.get(event.index)) is not None:
             stream.finish()
             self._holding[event.index].cancel()
+
+    def forget_tasks(self) -> None:
+        """All of `run` are done."""
+        self._holding.clear()
 
     def doubt(self) -> None:
         """Prefill found damaged rows. A lease that is not ended cleanly tells the encoder

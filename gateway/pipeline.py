@@ -32,15 +32,16 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from epd.errors import EpdError, ErrorKind
+from epd.errors import EpdError, ErrorKind, without_frames
 from epd.jobs import Stage
 from epd.rpc.status import internal
 from gateway import disclosure
-from gateway.attempt import Attempt, first_of
+from gateway.attempt import Attempt
 from gateway.progress import Progress, Stages
 from gateway.request import Event, PlannedRequest, finished_by
 from gateway.streams import StageFault
 from gateway.timeline import Timeline
+from gateway.together import Together
 
 _log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
@@ -106,11 +107,12 @@ class Run:
         """Taken from the queue, not yet raised."""
         self._reason = "the deadline has passed"
         pipeline.running += 1
-        self._task = asyncio.create_task(self._drive())
+        self._task: asyncio.Task[None] | None = asyncio.create_task(self._drive())
         self._task.add_done_callback(self._on_done)
 
     def _on_done(self, _: asyncio.Task[None]) -> None:
         self._pipeline.running -= 1
+        self._task = None  # cancelled, it keeps what refers to this run
 
     async def next(self) -> Event:
         """The next event; after the last choice's `Ended` there is none.
@@ -118,7 +120,8 @@ class Run:
         Raises:
             EpdError: the request failed; nothing follows.
         """
-        event = self._fault or await self._events.get()
+        fault, self._fault = self._fault, None
+        event = fault or await self._events.get()
         if isinstance(event, EpdError):
             raise event
         return event
@@ -148,7 +151,8 @@ class Run:
     def cancel(self, reason: str) -> None:
         """Give up what still runs; the teardown goes on in the background."""
         self._reason = reason
-        self._task.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
     async def _drive(self) -> None:
         try:
@@ -162,6 +166,7 @@ class Run:
             level = logging.INFO if error.mapping.users_fault else logging.WARNING
             said = error.for_log if error.mapping.http_status == 400 else str(fault)
             _log.log(level, "failed: %s", said, extra={"request": self._request.request_id})
+            without_frames(fault)
         except EpdError as typed:
             error = typed
             if typed.kind is ErrorKind.INTERNAL:
@@ -170,7 +175,7 @@ class Run:
         except Exception:
             _log.exception("request %s failed", self._request.request_id)
             error = internal(self._request.request_id)
-        await self._events.put(error)
+        await self._events.put(without_frames(error))
 
     async def _follow(self, group: list[Progress], failures: int) -> None:
         """Attempts until these outputs are whole. Choices share an attempt as long as
@@ -190,12 +195,9 @@ class Run:
 
     async def _part(self, group: list[Progress], failures: int) -> None:
         """If one fails for good, the others are cancelled: there is no half an answer."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for progress in group:
-                    tasks.create_task(self._follow([progress], failures))
-        except BaseExceptionGroup as found:
-            raise first_of(found) from None
+        async with Together() as tasks:
+            for progress in group:
+                tasks.create_task(self._follow([progress], failures))
 
     async def _attempt(self, group: list[Progress]) -> tuple[StageFault | None, bool, bool]:
         """Run one. The fault that ended it; whether decode had pushed it out; whether it
@@ -208,7 +210,7 @@ class Run:
         try:
             await attempt.run()
         except StageFault as fault:
-            failure = fault
+            failure = without_frames(fault)
             attempt.blame(fault)
             preempted = attempt.preempted(fault)
             self._reason = f"{fault.stage} failed"

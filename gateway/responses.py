@@ -13,7 +13,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from epd.errors import EpdError, ErrorKind, invalid
+from epd.errors import EpdError, ErrorKind, invalid, without_frames
 from epd.obs import metrics
 from gateway.answer import Answer, Part
 from gateway.budget import Hold
@@ -271,3 +271,4 @@ class EventStream(Response):
         """The client of a stream is told of a fault in an event of its own."""
         metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
         _log.warning("stream ends with %s: %s", error.kind, error.for_log)
+        without_frames(error)

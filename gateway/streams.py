@@ -78,7 +78,9 @@ class StageStream:
         self.sink: Callable[[Any], bool] | None = None
         """Offered each event first, where none waits; what it takes, `next` won't give. It
         saves a wake-up for every token."""
-        self._call = call
+        self._call: Any = call
+        """None once the call has ended. Whoever keeps this stream, or an error that passed
+        it, then keeps neither the call nor its connection."""
         self._on_end = on_end
         self._inbox: deque[Any] = deque()
         self._outbox: asyncio.Queue[Any] = asyncio.Queue()
@@ -108,6 +110,7 @@ class StageStream:
         """End the call without a word: its owner must quarantine."""
         if not self._ended.is_set():
             self.lost = True
+            self._room.set()  # else a read that waits for room would never see the end
             self._call.cancel()
 
     def lose(self, error: EpdError) -> None:
@@ -173,17 +176,18 @@ class StageStream:
         await asyncio.wait({writing})
 
     async def _read(self) -> None:
+        call = self._call
         try:
-            async for event in self._call:
+            async for event in call:
                 if not self._inbox and self.sink is not None and self.sink(event):
                     continue
                 self._inbox.append(event)
                 self._news.set()
-                while len(self._inbox) >= _INBOX:
+                while len(self._inbox) >= _INBOX and not self.lost:
                     self._room.clear()
                     await self._room.wait()
         except grpc.aio.AioRpcError as error:
-            await self._fail(error)
+            await self._fail(call, error)
         except asyncio.CancelledError:
             # Our own `abort`; nobody cancels this task.
             self.lost = True
@@ -193,27 +197,27 @@ class StageStream:
             self._news.set()
             self._outbox.put_nowait(None)
             self.worker.streams.discard(self)
-            self._on_end()
+            self._call = None
+            on_end, self._on_end = self._on_end, _nothing
+            on_end()
 
     def _on_status(self, call: Any) -> None:
-        """Called by grpc.aio each time that the call's status is set.
+        """Called by grpc.aio when the call's status is set for the first time.
 
         A write that is under way when the peer ends the call makes grpc.aio set
         INTERNAL itself (`_StreamRequestMixin._write`), before or after the status that
-        was received. Only that one counts.
+        was received. Only that one counts: kept here if it comes first, looked for by
+        `_fail` if it comes after.
         """
-        if (details := _now(call.details())) != _LOCAL_FAULT:
-            code, trailing = _now(call.code()), _now(call.trailing_metadata())
-            empty = grpc.aio.Metadata()
-            self._status = grpc.aio.AioRpcError(code, empty, trailing or empty, details)
+        if (status := _status_of(call)).details() != _LOCAL_FAULT:
+            self._status = status
 
-    async def _fail(self, error: grpc.aio.AioRpcError) -> None:
+    async def _fail(self, call: Any, error: grpc.aio.AioRpcError) -> None:
         for _ in range(_STATUS_POLLS):
             if error.details() != _LOCAL_FAULT:
                 break
-            if self._status is not None:
-                error = self._status
-            else:
+            error = self._status or _status_of(call)
+            if error.details() == _LOCAL_FAULT:
                 await asyncio.sleep(_STATUS_POLL_S)
         if error.code() is grpc.StatusCode.OK:
             return
@@ -227,11 +231,12 @@ class StageStream:
         self._error = self._error or _of_peers(found)
 
     async def _write(self) -> None:
+        call = self._call
         try:
             while (message := await self._outbox.get()) is not None:
-                await self._call.write(message)
+                await call.write(message)
             if not self._ended.is_set():
-                await self._call.done_writing()
+                await call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
             return  # the call has ended; `_read` knows why
 
@@ -243,6 +248,18 @@ def _of_peers(error: EpdError) -> EpdError:
     if error.kind is not ErrorKind.INVALID_REQUEST or told not in _PASSED_ON:
         return error
     return EpdError(ErrorKind.CONTRACT_MISMATCH, f"{error.param}: {error.message}")
+
+
+def _nothing() -> None:
+    """There is nobody to tell any more."""
+
+
+def _status_of(call: Any) -> grpc.aio.AioRpcError:
+    """Of a call whose status is set."""
+    code, details = _now(call.code()), _now(call.details())
+    empty = grpc.aio.Metadata()
+    trailing = _now(call.trailing_metadata()) or empty
+    return grpc.aio.AioRpcError(code, empty, trailing, details)
 
 
 def _now(answer: Any) -> Any:

@@ -200,6 +200,7 @@ class PrefillWorker(LmWorker[Ticket]):
         self._scheduler.abort(ticket.key)
         for fetch in ticket.fetches.values():
             fetch.cancel()
+        ticket.fetches.clear()  # cancelled, they keep what knows this ticket
 
     def _waits(self, ticket: Ticket) -> bool:
         return not (ticket.admitted or ticket.cancelled or ticket.closed)

@@ -14,7 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from epd.config import RpcConfig
-from epd.errors import EpdError, ErrorKind, invalid
+from epd.errors import EpdError, ErrorKind, invalid, without_frames
 from epd.obs import metrics
 from epd.obs.logs import request_id
 from epd.rpc.channels import Options, server_options
@@ -133,7 +133,7 @@ class TypedErrors(HandlerInterceptor):
             return result
         except EpdError as error:
             outcome = str(error.kind)
-            await self._abort(error, context)
+            await self._abort(without_frames(error), context)
         except grpc.aio.AbortError:
             outcome = "aborted"
             raise
@@ -142,6 +142,7 @@ class TypedErrors(HandlerInterceptor):
                 return None  # the client left while it was written to: nobody's fault
             outcome = str(ErrorKind.INTERNAL)
             logger.exception("a servicer raised")
+            without_frames(error)
             await self._abort(internal(request_id()), context)
         finally:
             if self._count_streams:

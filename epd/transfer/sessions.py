@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from epd.config import TransferConfig
-from epd.errors import EpdError, ErrorKind
+from epd.errors import EpdError, ErrorKind, without_frames
 from epd.transfer.contract import Peer, mismatch
 from epd.transfer.handshake import Description, describe
 from epd.transfer.identity import Identity
@@ -167,7 +167,7 @@ class Sessions:
             del self._silent[next(iter(self._silent))]
 
     def _refuse(self, link: _Link, error: EpdError, wait_s: float) -> None:
-        link.error, link.retry_at = error, self._clock() + wait_s
+        link.error, link.retry_at = without_frames(error), self._clock() + wait_s
 
 
 class SessionNames:

@@ -47,6 +47,25 @@ async def test_another_decode_takes_over_while_prefill_holds_the_blocks(house: H
     assert len(house.script.jobs_of(Stage.PREFILL)) == 1
 
 
+async def test_blocks_that_a_lost_decode_may_still_read_are_quarantined(house: House) -> None:
+    """Another one took over and is done with them: the first one's word is missing."""
+    await house.add(Stage.DECODE, "decode-1")
+    died = asyncio.Event()
+
+    async def die_once(call: Call) -> None:
+        if not died.is_set():
+            died.set()
+            await call.worker.stop()
+            await hang(call)
+
+    house.script.hooks["decode.fetch"] = die_once
+    assert (await house.chat()).status == 200
+    assert len(house.script.jobs_of(Stage.PREFILL)) == 1
+    await house.settled()
+    assert "prefill: cut" in house.journal
+    assert "prefill: half-close" not in house.journal
+
+
 async def test_a_prefill_that_no_decode_can_read_is_avoided(house: House) -> None:
     """It was sent this prompt's beginning before, so it would be chosen again and again."""
     await house.add(Stage.PREFILL, "prefill-1")

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from decode.ticket import Admitted, Finished, KvFetched, ReadsTerminal, TokenMade
+from decode.ticket import Admitted, Finished, KvFetched, ReadsTerminal, Ticket, TokenMade
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import FinishReason, SampledToken
+from tests.uncollected import uncollected
 from tests.unit.decode_bench import Bench, drain
 from tests.unit.fake_stage import POISON, decode_job
 from tests.waiting import a_moment, until
@@ -46,6 +47,17 @@ async def test_what_waits_is_handed_back_as_not_started(bench: Bench) -> None:
     bench.worker.close(waiting)
     assert isinstance((await drain(running))[-1], Finished)
     bench.worker.close(running)
+
+
+async def test_nothing_is_kept_of_a_request_that_left_while_it_read(bench: Bench) -> None:
+    bench.memory.engine.gate.clear()
+    with uncollected(Ticket) as alive:
+        ticket = await bench.join(range(20, 30))
+        await until(lambda: bench.memory.engine.readers)
+        bench.worker.close(ticket)
+        del ticket
+        bench.memory.engine.gate.set()
+        await until(lambda: not alive(), limit_s=10)
 
 
 async def test_the_end_of_the_context_ends_the_output(bench: Bench) -> None:

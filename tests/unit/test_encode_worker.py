@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from encode.ticket import Ticket
-from encode.work import content_key
+from encode.work import Work, content_key
 from encode.worker import EncodeWorker
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import EncodeJob, ImageItem
@@ -22,6 +22,7 @@ from epd.obs import metrics
 from epd.transfer.checksum import checksum_at
 from epd.transfer.contract import Handle
 from tests.readings import reading
+from tests.uncollected import uncollected
 from tests.unit.fake_stage import FakeLm, FakeMemory, config
 from tests.waiting import LIMIT_S, a_moment, until
 
@@ -166,6 +167,16 @@ async def test_many_who_want_it_at_once_wait_for_one_encode(bench: Bench) -> Non
     assert looked_up("joined") == joined + 4
     for ticket in rest:
         bench.worker.close(ticket, clean=True)
+
+
+async def test_nothing_is_kept_of_a_picture_that_nobody_waits_for(bench: Bench) -> None:
+    """Its file is megabytes."""
+    bench.pictures.gate.clear()
+    with uncollected(Work) as alive:
+        ticket = bench.worker.submit(job(1))
+        await until(lambda: bench.pictures.decoded)
+        bench.worker.close(ticket, clean=False)
+        await until(lambda: not alive(), limit_s=10)
 
 
 async def test_the_last_to_leave_ends_the_work(bench: Bench) -> None:

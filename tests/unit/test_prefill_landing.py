@@ -13,6 +13,7 @@ from epd.errors import EpdError, ErrorKind
 from epd.jobs import ImageItem
 from epd.transfer.arena import page_aligned
 from prefill.ticket import Admitted, EmbeddingFetched, FirstToken, ReadsTerminal, Ticket
+from tests.uncollected import uncollected
 from tests.unit.fake_stage import IMAGE, prefill_job
 from tests.unit.prefill_bench import Bench, announced, image, in_step, until_event
 from tests.waiting import LIMIT_S, a_moment, until
@@ -82,6 +83,19 @@ async def test_a_picture_that_landed_is_not_asked_for_again(bench: Bench) -> Non
     state = bench.worker.state()
     assert (state["embeddings_cached"], state["embeddings_pinned"]) == (1, 0)
     assert state["arena_bytes_used"] == 0
+
+
+async def test_nothing_is_kept_of_a_request_that_left_while_it_read(bench: Bench) -> None:
+    bench.memory.engine.gate.clear()
+    with uncollected(Ticket) as alive:
+        ticket = await submit(bench, image(ROWS))
+        await admitted(ticket)
+        bench.worker.embedding_ready(ticket, 0, announced(bench, source(7)))
+        await until(lambda: bench.memory.engine.readers)
+        bench.worker.close(ticket, clean=False)
+        del ticket
+        bench.memory.engine.gate.set()
+        await until(lambda: not alive(), limit_s=10)
 
 
 async def test_another_picture_or_tenant_never_hits(bench: Bench) -> None:

@@ -24,7 +24,8 @@ from epd.runtime.mailbox import Mailbox
 from epd.runtime.streams import Streams, deadline, next_message, read_into
 from protos.epd.v1 import decode_pb2, decode_pb2_grpc
 from tests.readings import reading
-from tests.waiting import LIMIT_S
+from tests.uncollected import uncollected
+from tests.waiting import LIMIT_S, until
 
 Behaviour = Callable[[Any], Awaitable[None]]
 SERVICE = "epd.v1.Decode"
@@ -94,6 +95,24 @@ async def test_an_unknown_exception_is_internal_and_keeps_its_text() -> None:
         error = await failed(channel)
     assert error.kind is ErrorKind.INTERNAL
     assert "secret" not in error.message
+
+
+class Held:
+    """What a stream holds: by its frame, and so by an error that passed it."""
+
+    error: BaseException | None = None
+
+
+async def test_an_error_keeps_nothing_of_its_stream() -> None:
+    async def refuse(context: Any) -> None:
+        held = Held()
+        held.error = EpdError(ErrorKind.OVERLOADED, "full")  # as a mailbox or a future does
+        raise held.error
+
+    with uncollected(Held) as alive:
+        async with serving(refuse) as (_, channel):
+            await failed(channel)
+            await until(lambda: not alive(), limit_s=10)
 
 
 async def test_a_message_over_the_limit_is_refused_not_answered() -> None:
