@@ -50,10 +50,10 @@ class MembershipService(pb_grpc.MembershipServicer):
             yield pb.GatewayReply(refused=pb.Refused(reason=error.message))
             return
         _log.info("%s joined: %s", card_identity(worker.card), "+".join(worker.card.stages))
-        yield self._welcome()
         token = object()
         self._speakers[id(worker)] = token
         try:
+            yield self._welcome()
             async for report in reports:
                 if worker.gone:
                     return  # dropped after silence: it sees the end, and joins again
@@ -91,8 +91,9 @@ class MembershipService(pb_grpc.MembershipServicer):
             worker.queued_rows, worker.us_per_row = beat.queued_rows, beat.us_per_row
             self._registry.heard(worker)
         elif kind == "leaving":
-            _log.info("%s drains", card_identity(worker.card))
-            self._registry.drain(worker)
+            grace_s = report.leaving.grace_ms / 1000
+            _log.info("%s drains, within %g s", card_identity(worker.card), grace_s)
+            self._registry.drain(worker, grace_s)
 
 
 _MOST_CHARACTERS, _MOST_DIMENSIONS, _MOST_STAGES = 256, 8, 8

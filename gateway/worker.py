@@ -57,6 +57,8 @@ class Worker:
     steps: int = 0
     serving: bool = True
     draining: bool = False
+    ends_at: float = 0.0
+    """Of one that drains: when its grace is over, by the registry's clock."""
     suspect: bool = False
     gone: bool = False
     queued_rows: int = 0

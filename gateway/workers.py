@@ -99,10 +99,11 @@ class Registry:
         worker.suspect = False
         self._wake()
 
-    def drain(self, worker: Worker) -> None:
-        """The worker takes nothing new, and ends what it began. What waits there goes to
-        another one, as soon as there is one."""
+    def drain(self, worker: Worker, grace_s: float = 0.0) -> None:
+        """The worker takes nothing new, and ends what it began, within `grace_s`. What waits
+        there goes to another one, as soon as there is one."""
         worker.draining = True
+        worker.ends_at = self._clock() + grace_s
         self.heard(worker)
         self._recall(worker)
 
@@ -271,10 +272,15 @@ class Registry:
                 "steps": worker.steps,
                 "us_per_row": round(worker.us_per_row, 1),
                 "streams": len(worker.streams),
+                "ends_in_s": self._left_s(worker),
                 "version": worker.card.version,
             }
             for worker in self._workers.values()
         ]
+
+    def _left_s(self, worker: Worker) -> float | None:
+        """Until one that drains ends what it hasn't done by then."""
+        return round(max(0.0, worker.ends_at - self._clock()), 1) if worker.draining else None
 
     @property
     def workers(self) -> list[Worker]:

@@ -30,6 +30,8 @@ _FIRST_REPLY_S = 5.0
 _RESOLVE_S = 5.0
 
 Load = Callable[[], pb.Heartbeat]
+_LOST = (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError, EOFError)
+"""How a session ends. Invalid state: a write found the call ended before the reader did."""
 
 
 class _Refused(Exception):
@@ -72,8 +74,10 @@ class MembershipClient:
         """Gateways that this worker is registered at now."""
         return len(self._joined)
 
-    def start(self) -> None:
+    def start(self) -> asyncio.Task[None]:
+        """The task ends only by `close`, or by a bug of ours, which it raises."""
         self._follower = asyncio.create_task(self._follow(), name="membership names")
+        return self._follower
 
     def leave(self, grace_s: float) -> None:
         """Tell every gateway at once to route nothing new here."""
@@ -110,7 +114,7 @@ class MembershipClient:
     async def _resolve(self, name: str) -> set[Target]:
         try:
             return await resolve(name)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # no name of a host can look like that
             # What was known of it stays.
             known = {target for target, _ in self._sessions.values() if target.name == name}
             if not known and name not in self._unknown:
@@ -129,10 +133,12 @@ class MembershipClient:
                 logger.error("gateway %s refuses this worker: %s", address, refusal)
                 await asyncio.sleep(_REFUSED_S)
                 continue
-            except (grpc.aio.AioRpcError, TimeoutError, EOFError) as error:
+            except _LOST as error:
                 if address in self._joined:
                     failures = 0
                     logger.warning("gateway %s lost: %s", address, _brief(error))
+            except Exception:  # a fault of ours; a worker that nobody knows would be a worse one
+                logger.exception("the registration at gateway %s broke", address)
             finally:
                 self._set_joined(address, False)
             await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
@@ -246,6 +252,7 @@ async def _heard(
             silent_s += min(clock() - since, 2 * look_s)
     finally:
         reading.cancel()
+        del reading  # as `reader` in `_heartbeats`
     raise TimeoutError(f"silent for {dead_s:g} s")
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from epd import __version__
+from epd.config import GatewayConfig
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from gateway import router
+from gateway.membership import MembershipService
 from gateway.worker import Capacity, Card, release
 from gateway.workers import Registry
+from protos.epd.v1 import membership_pb2 as pb
 from tests.waiting import LIMIT_S
 
 
@@ -143,6 +148,39 @@ def test_what_a_leaving_worker_has_not_begun_is_asked_for_another(
     registry.join(card("a:3", stage))
     assert last.recalls == 1, "now there is"
     assert not waiting.errors + last.errors, "the worker says what it has begun"
+
+
+def test_operators_see_how_long_a_leaving_worker_has_left(registry: Registry, clock: Clock) -> None:
+    worker = registry.join(card())
+    assert registry.describe()[0]["ends_in_s"] is None
+    registry.drain(worker, 10.0)
+    clock.now += 4
+    assert registry.describe()[0]["ends_in_s"] == 6.0
+
+
+async def test_a_worker_whose_stream_ends_with_the_welcome_has_left(registry: Registry) -> None:
+    """And gets no requests until its silence is noticed."""
+    known = card()
+    hello = pb.Hello(
+        stages=[pb.STAGE_DECODE],
+        address=known.address,
+        epoch=known.epoch,
+        fingerprint=known.fingerprint,
+        dtype=known.dtype,
+        kv_layout=known.kv_layout,
+        kv_block_shape=known.kv_block_shape,
+        version=known.version,
+    )
+
+    async def reports() -> AsyncIterator[pb.WorkerReport]:
+        yield pb.WorkerReport(hello=hello)
+        await asyncio.Event().wait()
+
+    replies: Any = MembershipService(registry, GatewayConfig()).Join(reports(), None)
+    assert (await anext(replies)).HasField("welcome")
+    assert registry.live(Stage.DECODE)
+    await replies.aclose()
+    assert not registry.workers
 
 
 def test_only_what_another_worker_could_do_is_asked_for(registry: Registry) -> None:

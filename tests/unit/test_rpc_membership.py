@@ -27,13 +27,14 @@ WELCOME = pb.GatewayReply(welcome=pb.Welcome(heartbeat_ms=50, dead_ms=1000))
 
 
 class Gateway(membership_pb2_grpc.MembershipServicer):
-    """Welcomes, and answers heartbeats; `refuse` and `mute` make it difficult."""
+    """Welcomes, and answers heartbeats; `refuse`, `mute` and `hang_up` make it difficult."""
 
     def __init__(self) -> None:
         self.reports: list[pb.WorkerReport] = []
         self.joins = 0
         self.refuse = False
         self.mute = False
+        self.hang_up = False
 
     async def Join(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         self.joins += 1
@@ -44,6 +45,8 @@ class Gateway(membership_pb2_grpc.MembershipServicer):
         await context.write(WELCOME)
         while (report := await context.read()) is not grpc.aio.EOF:
             self.reports.append(report)
+            if self.hang_up:
+                return
             if not self.mute:
                 await context.write(pb.GatewayReply(beat=pb.Beat()))
 
@@ -187,7 +190,8 @@ async def test_a_silent_gateway_is_left_and_dialled_again() -> None:
     await server.stop(0)
 
 
-async def test_a_session_that_is_lost_leaves_no_connection() -> None:
+@pytest.mark.parametrize("how", ["mute", "hang_up"])
+async def test_a_session_that_is_lost_leaves_no_connection(how: str) -> None:
     """Not even until Python collects circles of objects."""
 
     def connections() -> int:
@@ -195,16 +199,59 @@ async def test_a_session_that_is_lost_leaves_no_connection() -> None:
         return sum(e.status == psutil.CONN_ESTABLISHED and e.laddr.port == port for e in ends)
 
     gateway, server, port = await start_gateway()
-    gateway.mute = True
+    setattr(gateway, how, True)
     gc.disable()
     try:
         async with worker(port):
             await until(lambda: gateway.joins >= 4)
-            gateway.mute = False
+            setattr(gateway, how, False)
             # This server tells those off that ping it, and that ends them, too, later.
             await until(lambda: connections() == 1, limit_s=20)
     finally:
         gc.enable()
+    await server.stop(0)
+
+
+async def test_a_heartbeat_that_finds_its_stream_ended_is_no_end_of_the_registration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The write may know it before the reader does."""
+    gateway, server, port = await start_gateway()
+    gateway.hang_up = True
+
+    async def late(call: Any, dead_s: float) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(membership_client, "_read_beats", late)
+    async with worker(port):
+        await until(lambda: gateway.joins >= 3)
+    await server.stop(0)
+
+
+async def test_a_fault_of_ours_is_no_end_of_the_registration(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gateway, server, port = await start_gateway()
+    faults = [ZeroDivisionError("load")]
+
+    def load() -> pb.Heartbeat:
+        if faults:
+            raise faults.pop()
+        return pb.Heartbeat()
+
+    client = MembershipClient("decode", [f"127.0.0.1:{port}"], HELLO, load, RpcConfig())
+    client.start()
+    await until(lambda: "heartbeat" in gateway.kinds())
+    assert gateway.joins == 2
+    assert "ZeroDivisionError" in caplog.text
+    await client.close()
+    await server.stop(0)
+
+
+async def test_a_name_that_no_host_can_have_holds_up_no_other() -> None:
+    _, server, port = await start_gateway()
+    async with worker(f"{'x' * 70}.example:8002", port) as client:
+        await until(lambda: client.joined == 1)
     await server.stop(0)
 
 
