@@ -7,6 +7,7 @@ asks Linux to kill it when the supervisor ends, however that ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 from epd.config import Config
 from epd.forkserver import ForkFailed, ForkServer, Process
@@ -151,7 +152,14 @@ class Child:
             self.ready.set()
         elif text:
             self.tail.append(text)
-            print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
+            say(f"[{self.name}] {text}", sys.stderr)
+
+
+def say(text: str, where: TextIO) -> None:
+    """A line for people. Where it can't be written (a full disk, a terminal that is gone) it
+    is lost, and nothing else: who waits for it here would stop a child that writes on."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: closed
+        print(text, file=where, flush=True)
 
 
 def _note_end(process: Process, ended: asyncio.Event) -> None:

@@ -35,6 +35,8 @@ REQUEST = struct.Struct("<I")
 ANSWER = struct.Struct("<ii")
 """Of the server: process id and 0, or 0 and the errno."""
 _CLOSE_S = 5.0
+_ANSWER_S = 120.0
+"""A server that takes longer, its imports included, hangs: another takes its place."""
 _NO_SERVER = "the process that makes the others ended before it made one"
 _ROOM = 1024
 """Bytes of the server's command line, in which its forks write theirs (for `ps`)."""
@@ -181,10 +183,11 @@ class ForkServer:
             for _ in range(2):
                 try:
                     channel = self._ask(command, environ, stdout, stderr)
-                    await _readable(channel)
+                    async with asyncio.timeout(_ANSWER_S):
+                        await _readable(channel)
                     return self._answer(channel)
-                except (OSError, EOFError):
-                    self._drop()
+                except (OSError, EOFError):  # TimeoutError is an OSError
+                    self.close()
         raise ForkFailed(_NO_SERVER)
 
     def close(self) -> None:

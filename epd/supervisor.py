@@ -22,7 +22,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 from epd import preflight
-from epd.child import Child, StartFailure, child_environment
+from epd.background import until_stop
+from epd.child import Child, StartFailure, child_environment, say
 from epd.config import Config, ServeConfig, WorkerConfig
 from epd.errors import EpdError, invalid
 from epd.forkserver import ForkServer
@@ -131,10 +132,12 @@ class Supervisor:
 
     async def _watch_all(self) -> None:
         watchers = [asyncio.create_task(self._watch(child)) for child in self.children]
-        await self._stopping.wait()
-        for watcher in watchers:
-            watcher.cancel()
-        await asyncio.gather(*watchers, return_exceptions=True)
+        try:
+            await until_stop(self._stopping, watchers)
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
 
     async def _watch(self, child: Child) -> None:
         """Start a child again whenever it ends, with a growing pause while it keeps ending."""
@@ -159,7 +162,9 @@ class Supervisor:
             await child.start(self._forks, self._environ)
             await child.until_ready(self.config.serve.start_timeout_s)
             _say(f"{child.name} is back, {_where(child)}")
-        except StartFailure:
+        except (StartFailure, OSError) as failure:
+            if str(failure) != child.why():  # else `_watch` says it
+                _complain(f"can't start again: {failure}")
             child.kill_group()
 
     async def _stop_all(self) -> bool:
@@ -296,8 +301,8 @@ def _print_table(children: list[Child]) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"epd serve: {text}", flush=True)
+    say(f"epd serve: {text}", sys.stdout)
 
 
 def _complain(text: str) -> None:
-    print(f"epd serve: {text}", file=sys.stderr, flush=True)
+    say(f"epd serve: {text}", sys.stderr)

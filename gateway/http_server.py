@@ -68,6 +68,11 @@ class HttpServer:
             self._task.result()
         self._sweeper = asyncio.create_task(self._sweep_forever())
 
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """That work as long as it serves."""
+        return [task for task in (self._task, self._sweeper) if task is not None]
+
     async def _sweep_forever(self) -> None:
         every = min(_SWEEPS_S, self._bounds.head_s / 4, self._bounds.slow_reader_s / 4)
         while True:

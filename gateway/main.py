@@ -11,6 +11,7 @@ import sys
 import orjson
 from fastapi.middleware.cors import CORSMiddleware
 
+from epd.background import until_stop
 from epd.config import Config
 from epd.obs import logs
 from epd.obs.http import ObservationServer
@@ -53,6 +54,7 @@ async def serve(config: Config) -> None:
 
     Raises:
         EpdError: the checkpoint or an address can't be used.
+        Whatever a task died of that a gateway can't be without.
     """
     logs.setup(config.log, STAGE)
     stop = asyncio.Event()
@@ -62,7 +64,7 @@ async def serve(config: Config) -> None:
         addresses = await gateway.start()
         ready = orjson.dumps({"stage": STAGE, **addresses, "pid": os.getpid()})
         print(f"READY {ready.decode()}", flush=True)
-        await stop.wait()
+        await until_stop(stop, gateway.tasks)
         await gateway.drain(config.worker.grace_s)
     finally:
         await _close(gateway)
@@ -207,6 +209,11 @@ class Gateway:
             "membership": membership,
             "metrics": observed,
         }
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """That work as long as the gateway does."""
+        return [*self._tasks, *(self._http.tasks if self._http else ())]
 
     async def drain(self, grace_s: float) -> None:
         """Refuse what is new; let what runs come to its end, at most so long."""

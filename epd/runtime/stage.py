@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from epd import __version__
+from epd.background import until_stop
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
@@ -85,11 +86,11 @@ async def serve_parts(config: Config, parts: Sequence[Part]) -> None:
         )
         cleanup.push_async_callback(members.close)
         await server.set_serving(True)
-        members.start()
+        names = members.start()
         watch = asyncio.create_task(_watch(config, group, server), name="watch")
         cleanup.callback(watch.cancel)
         _print_ready(group.name, address, metrics_address)
-        await _until_stop(stop, [*steps, watch])
+        await until_stop(stop, [*steps, watch, names])
         watch.cancel()
         await _drain(config, group, server, members)
 
@@ -116,17 +117,6 @@ async def _observe(
     address = await observation.start(host, config.worker.metrics_port)
     cleanup.push_async_callback(observation.close)
     return address
-
-
-async def _until_stop(stop: asyncio.Event, tasks: Sequence[asyncio.Task[None]]) -> None:
-    stopping = asyncio.create_task(stop.wait(), name="stop signal")
-    try:
-        await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task.done():
-                task.result()
-    finally:
-        stopping.cancel()
 
 
 async def _watch(config: Config, group: WorkerGroup, server: Server) -> None:

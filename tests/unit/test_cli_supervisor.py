@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import os
 import signal
 import subprocess
@@ -163,6 +165,45 @@ async def test_a_dead_worker_and_a_dead_gateway_come_back(
     assert [supervisor.gateway.report["http"], *metrics(supervisor)] == where
     supervisor.stop()
     assert await serving == 0
+
+
+class Full(io.TextIOBase):
+    """A console on a full disk, or a terminal that is gone."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+async def test_a_console_that_can_not_be_written_to_stops_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = make()
+    monkeypatch.setattr(sys, "stdout", Full())
+    monkeypatch.setattr(sys, "stderr", Full())
+    serving = asyncio.create_task(supervisor.serve())
+    await until(lambda: all(child.ready.is_set() for child in supervisor.children))
+    child = supervisor.workers[0]
+    await until(lambda: "working" in child.tail)  # its words are taken all the same
+    before = child.report["pid"]
+    os.kill(before, signal.SIGKILL)
+    await until(lambda: child.ready.is_set() and child.report["pid"] != before)
+    supervisor.stop()
+    assert await serving == 0
+
+
+async def test_a_fault_of_the_supervisor_does_not_leave_processes_alone(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own manager starts it again; one that nobody watches stays dead."""
+    supervisor = make()
+    serving = asyncio.create_task(supervisor.serve())
+    await until(lambda: all(child.ready.is_set() for child in supervisor.children))
+    monkeypatch.setattr(child_module.Child, "kill_group", lambda child: 1 / 0)
+    os.kill(supervisor.gateway.report["pid"], signal.SIGKILL)
+    with pytest.raises(ZeroDivisionError):
+        await serving
+    monkeypatch.undo()
+    assert await supervisor._stop_all()
 
 
 def metrics(supervisor: Supervisor) -> list[str]:

@@ -127,6 +127,24 @@ async def test_one_that_nobody_was_told_of_is_ended(forks: ForkServer) -> None:
         await asyncio.wait_for(asyncio.to_thread(output.read), LIMIT_S)  # nobody writes any more
 
 
+async def test_a_server_that_hangs_is_replaced(
+    forks: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    first = await forks.spawn_soon(command("sleep"), os.environ, quiet, quiet)
+    hanging = forks.pid
+    assert hanging is not None
+    os.kill(hanging, signal.SIGSTOP)
+    monkeypatch.setattr("epd.forkserver._ANSWER_S", 2.0)
+    second = await forks.spawn_soon(command("sleep"), os.environ, quiet, quiet)
+    assert forks.pid != hanging
+    for process in (first, second):
+        assert process.poll() is None
+        process.kill()
+        assert process.wait(LIMIT_S) == -signal.SIGKILL
+    os.close(quiet)
+
+
 async def test_many_at_once_get_each_its_own(forks: ForkServer) -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
 
