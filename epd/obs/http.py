@@ -52,14 +52,14 @@ class ObservationServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A scraper that goes away or sends nonsense concerns nobody else.
-        with contextlib.suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+        gone = (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError)
+        with contextlib.closing(writer), contextlib.suppress(*gone):
             async with asyncio.timeout(_TIMEOUT_S):
                 line = await reader.readline()
                 while (await reader.readline()).strip():
                     pass
                 writer.write(self._answer(line.decode("latin-1").split(" ")))
                 await writer.drain()
-        writer.close()
 
     def _answer(self, request: list[str]) -> bytes:
         path = request[1].split("?")[0] if len(request) > 1 and request[0] == "GET" else ""

@@ -54,6 +54,22 @@ def test_a_failed_compilation_is_said_and_leaves_nothing(
     build._code_digest.cache_clear()
 
 
+def test_what_a_killed_compilation_left_is_removed(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the next one; what is there for others to load stays."""
+    folder = build.cache_folder()
+    left = folder / "tmpkilled"
+    left.mkdir()
+    (left / "epd-half.so").write_bytes(b"half")
+    (folder / "epd-other.so").write_bytes(b"whole")
+    monkeypatch.setattr(build, "_digest", lambda compiler: "this")
+    monkeypatch.setattr(build, "_compile", lambda compiler, path: path.write_bytes(b"new"))
+    assert build._built("c++", folder) == folder / "epd-this.so"
+    names = sorted(path.name for path in cache.iterdir())
+    assert names == ["epd-other.so", "epd-this.so", "lock"]
+
+
 def test_without_a_compiler_there_are_no_kernels(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -110,6 +110,20 @@ async def test_metrics_and_state_are_served() -> None:
     await server.close()
 
 
+async def test_a_state_that_can_not_be_told_keeps_no_connection() -> None:
+    def broken() -> dict[str, object]:
+        raise ZeroDivisionError
+
+    server = ObservationServer("decode", broken, str)
+    address = await server.start("127.0.0.1", 0)
+    host, port = address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /debug/state HTTP/1.0\r\n\r\n")
+    assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
+    writer.close()
+    await server.close()
+
+
 async def test_a_client_that_sends_nonsense_gets_an_answer_or_is_dropped() -> None:
     server = ObservationServer("decode", dict, str)
     address = await server.start("127.0.0.1", 0)

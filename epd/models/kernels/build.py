@@ -42,6 +42,8 @@ _FLAGS: Final = (
 )
 _FOLDER: Final = Path(__file__).parent
 _COMPILE_TIMEOUT_S: Final = 120.0
+_UNFINISHED: Final = "tmp"
+"""How the names of folders begin that are compiled in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +103,30 @@ def _built(compiler: str, folder: Path) -> Path:
         return path
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        _remove_unfinished(folder)
         if not path.exists():
             _compile(compiler, path)
     return path
 
 
+def _remove_unfinished(folder: Path) -> None:
+    """What compilations left that were killed: whoever has the lock is the only one."""
+    for left in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def _compile(compiler: str, path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as work:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_UNFINISHED) as work:
         made = Path(work) / path.name
         sources = [str(_FOLDER / name) for name in SOURCES]
         command = [compiler, *_FLAGS, *sources, "-o", str(made)]
         subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S
+            command,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_TIMEOUT_S,
+            env=os.environ | {"TMPDIR": work},  # the compiler's own, too, go with the folder
         )
         os.replace(made, path)
     logger.info("kernels compiled: %s", path)
