@@ -13,9 +13,9 @@ import pytest
 from epd.errors import ErrorKind
 from epd.jobs import Stage
 from gateway import main
+from gateway.answer import Answer
 from gateway.attempt import Attempt
 from gateway.branch import Branch
-from gateway.chat import Answer
 from gateway.encoding import Encoding
 from gateway.main import Loaded
 from gateway.pipeline import Run
