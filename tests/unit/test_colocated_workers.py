@@ -33,7 +33,14 @@ from tests.waiting import LIMIT_S, a_moment, until
 class CheckedLm(FakeLm):
     """Prompts count up, and so does the output: in any block table the ids must, too."""
 
+    hold_at = 0
+    """The first step of two sequences that both are so long waits for the gate."""
+
     def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
+        lengths = [sequence.kv_len for sequence in batch.sequences]
+        if self.hold_at and len(lengths) == 2 and min(lengths) >= self.hold_at:
+            self.hold_at = 0
+            self.gate.clear()
         logits = super().forward(batch, pool)
         for sequence in batch.sequences:
             places = range(sequence.kv_len)
@@ -246,11 +253,11 @@ async def test_prefill_leaves_decode_its_part_of_the_pool() -> None:
 async def test_prefill_hears_of_blocks_that_decodes_step_gave_back() -> None:
     """Both answers end while their step runs: after it nothing else of decode happens."""
     both = Together(prefill__prefix_cache=False)
+    both.lm.hold_at = 44 + 3
     runs = [Run(both, range(20 + n, 64 + n), max_tokens=15, nonce=n) for n in range(2)]
     running = [asyncio.create_task(run.go()) for run in runs]
-    await until(lambda: all(run.released and len(run.outputs[0]) > 2 for run in runs))
-    both.lm.gate.clear()
-    await until(lambda: both.decode.steps.in_step)
+    await until(lambda: not both.lm.gate.is_set() and all(run.released for run in runs))
+    assert both.decode.steps.in_step
     ticket = await both.prefill.submit(replace(prefill_job(range(20, 60)), nonce=9))
     assert not ticket.admitted
     for task in running:
