@@ -132,7 +132,8 @@ class LanguageModel:
         that its forward gives."""
         if self._norm is None:
             return
-        threads, other = torch.get_num_threads(), self.spec.image_token_id + 1
+        threads = torch.get_num_threads()
+        other = (self.spec.image_token_id + 1) % self.spec.vocab_size
         shortcut = make_shortcut(library, self.model, stack, self._norm, self._rows.mrope, threads)
         if shortcut and agree(shortcut, self._decode_by_forward, self.kv_layout, (1, other, 2)):
             self._shortcut = shortcut

@@ -146,15 +146,24 @@ class _Rotary:
         return self._addresses
 
     def _make(self, least: int) -> None:
-        """Twice as many as before: seldom, and some milliseconds each."""
-        self._count = max(_LEAST_POSITIONS, 1 << (least - 1).bit_length())
-        positions = torch.arange(self._count).expand(self._shape)
+        """Twice as many as before: seldom, and some milliseconds each. A piece at a time, since
+        the module makes float32 of many times their size on its way."""
+        count = max(_LEAST_POSITIONS, 1 << (least - 1).bit_length())
+        starts = range(self._count, count, _LEAST_POSITIONS)
+        pieces = [self._piece(start, min(count, start + _LEAST_POSITIONS)) for start in starts]
+        known = [self._tables] if self._tables else []
+        self._tables = tuple(map(torch.cat, zip(*known, *pieces, strict=True)))
+        self._addresses = tuple(table.data_ptr() for table in self._tables)
+        self._count = count
+
+    def _piece(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """cos and sin of these positions."""
+        positions = torch.arange(start, stop).expand(self._shape)
         made = self._module(torch.empty(0, dtype=torch.bfloat16), positions)
         for table in made:
-            if table.shape != (1, self._count, self._d) or table.dtype is not torch.bfloat16:
+            if table.shape != (1, stop - start, self._d) or table.dtype is not torch.bfloat16:
                 raise AttributeError("rotary embeddings are not those of a plain decoder")
-        self._tables = tuple(table[0].contiguous() for table in made)
-        self._addresses = tuple(table.data_ptr() for table in self._tables)
+        return tuple(table[0] for table in made)
 
 
 def make_shortcut(

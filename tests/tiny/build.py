@@ -13,11 +13,14 @@ from tests.tiny.architectures import ARCHITECTURES
 FAMILIES: tuple[str, ...] = tuple(ARCHITECTURES)
 
 
-def build(family: str, folder: str | Path, dtype: str = "float32", seed: int = 0) -> Path:
+def build(
+    family: str, folder: str | Path, dtype: str = "float32", seed: int = 0, **text: Any
+) -> Path:
     """Save a tiny random checkpoint of `family` to `folder`, and return the folder.
 
     Equal arguments give equal bytes. It has everything that a downloaded checkpoint
     has: weights, config, generation config, tokenizer, chat template, image processor.
+    `text` changes the language model's config.
     """
     import transformers as hf
     from transformers.utils.logging import disable_progress_bar
@@ -25,6 +28,8 @@ def build(family: str, folder: str | Path, dtype: str = "float32", seed: int = 0
     disable_progress_bar()
     folder = Path(folder)
     architecture = ARCHITECTURES[family]()
+    for name, value in text.items():
+        setattr(architecture.config.text_config, name, value)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(hf, architecture.model_class)(architecture.config).eval()
