@@ -160,9 +160,19 @@ def _report(logits_V: Tensor, chosen: int, params: SamplingParams) -> SampledTok
     logprobs_V = logits_V.double().log_softmax(-1).clamp(min=LOGPROB_FLOOR)
     top: tuple[tuple[int, float], ...] = ()
     if params.top_logprobs:
-        values, ids = logprobs_V.topk(min(params.top_logprobs, len(logprobs_V)))
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        ids = _most_likely(logprobs_V, min(params.top_logprobs, len(logprobs_V)))
+        top = tuple(zip(ids.tolist(), logprobs_V[ids].tolist(), strict=True))
     return SampledToken(chosen, float(logprobs_V[chosen]), top)
+
+
+def _most_likely(logprobs_V: Tensor, count: int) -> Tensor:
+    """Ids, most likely first; of equally likely ones the lower, as everywhere here. topk
+    alone takes any of them, and logits of bfloat16 are often equal."""
+    least = logprobs_V.topk(count).values[-1]
+    above = (logprobs_V > least).nonzero()[:, 0]
+    equal = (logprobs_V == least).nonzero()[: count - len(above), 0]
+    order = logprobs_V[above].argsort(descending=True, stable=True)
+    return torch.cat([above[order], equal])
 
 
 def _broken() -> EpdError:

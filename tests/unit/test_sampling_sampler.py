@@ -155,6 +155,18 @@ def test_logprobs_are_after_penalties_and_before_temperature() -> None:
     assert sample(row).logprob is None
 
 
+@pytest.mark.parametrize("count", [1, 2, 5, 20])
+def test_of_equally_likely_alternatives_the_lower_ids_are_reported(count: int) -> None:
+    """As greedy chooses: bfloat16 logits are often equal, and topk takes any of them."""
+    row = logits(9, vocab=4000).mul(2).round()
+    row[0, [17, 40, 3999]] = row.max() + 1
+    token = sample(row, logprobs=True, top_logprobs=count)
+    wanted = sorted(range(4000), key=lambda i: (-float(row[0, i]), i))[:count]
+    assert [i for i, _ in token.top] == wanted
+    assert token.top[0] == (17, token.logprob)
+    assert token.id == 17
+
+
 MIXED: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "seed": 1},
