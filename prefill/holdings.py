@@ -82,14 +82,14 @@ class Holdings:
 
     def keep(self, chunk: Chunk, ticket: Ticket, outcome: Outcome) -> None:
         """Cache the blocks that the chunk filled, whatever becomes of the request."""
+        first, hashes = len(ticket.sums), ticket.chain.hashes
         ticket.sums += outcome.sums
-        hashes = ticket.chain.hashes
         if any(doubtful(token) for token in outcome.tokens):
             self._kv.prefix.discard(hashes)  # e.g. its logits are no numbers: don't spread that
             self._landing.doubt(ticket.landing.values())
             return
-        size = self._layout.block_tokens
-        full = slice(chunk.start // size, chunk.end // size)
+        # From the first that was summed: cached ones that had no sum come before the chunk's.
+        full = slice(first, chunk.end // self._layout.block_tokens)
         self._kv.prefix.insert(hashes[full], ticket.blocks[full], ticket.sums[full])
 
     def announce(self, ticket: Ticket, computed: int) -> KvReady | None:

@@ -240,12 +240,9 @@ class PrefixCache:
         """Whether the block can be found."""
         return block in self._entries
 
-    def checksum_of(self, block: int, compute: Callable[[int], int]) -> int:
-        """Sum of a cached block; one that came without it is computed, and kept with it."""
-        entry = self._entries[block]
-        if entry.checksum is None:
-            entry.checksum = compute(block)
-        return entry.checksum
+    def checksum_of(self, block: int) -> int | None:
+        """Sum of a cached block; None of one that came without it (`insert` may bring it)."""
+        return self._entries[block].checksum
 
     def insert(
         self, hashes: Sequence[bytes], blocks: Sequence[int], sums: Sequence[int] | None = None
@@ -253,7 +250,8 @@ class PrefixCache:
         """Keep finished blocks; the caller stays a holder and frees its own share.
 
         A hash that is there already keeps its first block: the content is the same.
-        `sums` are the blocks' checksums, where they were computed.
+        `sums` are the blocks' checksums, where they were computed; a block that is there
+        without one gets it.
         """
         if not self._enabled:
             return
@@ -264,6 +262,8 @@ class PrefixCache:
                 self._allocator.keep(block)
                 self._blocks[digest] = block
                 self._entries[block] = _Entry(digest, checksum)
+            elif self._blocks[digest] == block and checksum is not None:
+                self._entries[block].checksum = checksum
 
     def discard(self, hashes: Sequence[bytes]) -> None:
         """Find these no more, e.g. because what was computed is in doubt. Their holders

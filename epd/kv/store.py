@@ -15,7 +15,6 @@ from epd.kv.grants import Grants
 from epd.kv.layout import KvLayout
 from epd.kv.pool import KvPool
 from epd.kv.prefix import BlockChain, Count, PrefixCache, root_hash, uncounted
-from epd.transfer.checksum import checksum
 
 
 class KvStore:
@@ -65,13 +64,16 @@ class KvStore:
         )
 
     def sums(self, blocks: Sequence[int]) -> list[int]:
-        """Checksums of cached blocks that the caller holds. A block that decode filled has
-        none yet: it is computed now, once."""
-        return [self.prefix.checksum_of(block, self._sum) for block in blocks]
-
-    def _sum(self, block: int) -> int:
-        self.pool.to_peers([block])
-        return checksum(self.pool.block_bytes_view(block))
+        """Checksums of cached blocks that the caller holds, up to the first that has none:
+        one that decode filled. It is summed with those that the caller's next step fills,
+        since a device's copy to the host waits for what runs there, and no event loop may."""
+        known: list[int] = []
+        for block in blocks:
+            total = self.prefix.checksum_of(block)
+            if total is None:
+                break
+            known.append(total)
+        return known
 
     def granted(self, nonce: int, first: int, addresses: Sequence[int]) -> list[int] | None:
         """The blocks at these addresses, if prefill in this process has just these under

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -213,6 +214,33 @@ async def test_the_next_turn_finds_what_decode_computed() -> None:
     await until(lambda: len(ticket.sums) >= 5)
     assert ticket.cached_tokens == 16, "the answer's blocks, too"
     both.prefill.close(ticket, clean=True)
+    await both.close()
+
+
+async def test_the_event_loop_never_waits_for_a_device_s_copy_of_what_decode_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sums come from the step's thread, once."""
+    both = Together(transfer__staging="always")
+    seen: list[tuple[str, int]] = []
+    original = KvPool.to_peers
+
+    def note(pool: KvPool, blocks: Sequence[int]) -> None:
+        seen.append((threading.current_thread().name, len(blocks)))
+        original(pool, blocks)
+
+    monkeypatch.setattr(KvPool, "to_peers", note)
+    known = []
+    for nonce, length in enumerate((10, 20, 22)):
+        run = Run(both, range(20, 20 + length), max_tokens=9, nonce=nonce)
+        job = replace(prefill_job(run.ids), nonce=90 + nonce)
+        ticket = await both.prefill.submit(job)
+        known.append((ticket.cached_tokens, len(ticket.sums)))
+        both.prefill.close(ticket, clean=True)
+        await asyncio.wait_for(run.go(), LIMIT_S)
+        assert run.outputs == [[20 + length + i for i in range(9)]]
+    assert known == [(0, 0), (16, 2), (20, 5)], "4 of 16 tokens are prefill's, then all"
+    assert {name for name, _ in seen} == {"both-engine_0"}
     await both.close()
 
 
