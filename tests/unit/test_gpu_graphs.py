@@ -3,9 +3,11 @@ CUDA's, so that buffers, buckets and filler rows are the real ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from epd.kv.pool import KvPool
 from epd.models.attention import AttentionStep
 from epd.models.backends import usable_device
 from epd.models.gpu.attention import DeviceAttention, has_triton
-from epd.models.gpu.graphs import DecodeGraphs, Graph, bucket_for, buckets
+from epd.models.gpu.graphs import CudaCapture, DecodeGraphs, Graph, bucket_for, buckets
 from epd.models.lm import ForwardBatch, LanguageModel, SequenceSlice
 from tests.tiny import FAMILIES
 
@@ -133,6 +135,24 @@ def test_what_fits_no_bucket_runs_as_before(tiny_checkpoint: Callable[..., Path]
     assert not any(graph.replays for graph in recorder.graphs)
     lm.forward(_decode(lm, slices[:1]), pool)
     assert sum(graph.replays for graph in recorder.graphs) == 1
+
+
+def test_all_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else none could use the memory that another let go of."""
+    used: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def graph(made: Any, *, pool: Any, stream: Any) -> Iterator[None]:
+        used.append((pool, stream))
+        yield
+
+    for name in ("Stream", "CUDAGraph", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock(side_effect=lambda *_: MagicMock()))
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    capture = CudaCapture()
+    graphs = [capture(lambda: torch.ones(1))[0] for _ in range(3)]
+    assert [pool for pool, _ in used] == [None, *(made.pool() for made in graphs[:2])]
+    assert len({id(stream) for _, stream in used}) == 1
 
 
 class _Shapes:

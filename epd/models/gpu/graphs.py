@@ -140,13 +140,17 @@ class _Fixed:
 
 
 class CudaCapture:
-    """Captures on a stream of its own; graphs share their memory, since one runs at a time."""
+    """Captures on a stream of its own; graphs share their memory, since one runs at a time.
+
+    All on the same stream: torch gives memory that one stream let go of to no other.
+    """
 
     def __init__(self) -> None:
         self._memory: Any = None
+        self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, function: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # kernels are compiled and chosen before
             function()
