@@ -332,7 +332,8 @@ class WorkerConfig(_Section):
     """Work without a step for this long is NOT_SERVING."""
     wedged_s: float = Field(60.0, ge=0)
     """Work without a step for this long ends the process, so that another starts and its
-    requests go elsewhere; 0: never. No forward may take so long: an image may, on a CPU."""
+    requests go elsewhere; 0: never. No forward may take so long: an image may, on a CPU. The
+    same of an event loop that stands still, the gateway's too."""
     metrics_host: str = ""
     """Where `metrics_port` listens: plain HTTP with counts, no contents; "": `host`."""
     metrics_port: int = Field(0, ge=-1, le=65535)

@@ -15,6 +15,7 @@ from epd.background import until_stop
 from epd.config import Config
 from epd.obs import logs
 from epd.obs.http import ObservationServer
+from epd.pulse import pulse
 from epd.rpc import tls as inner_tls
 from epd.rpc.server import Server
 from gateway import grpc_receipt, tls
@@ -202,6 +203,7 @@ class Gateway:
         self._tasks = [
             asyncio.create_task(sweep_forever(self.registry)),
             asyncio.create_task(self._prune_forever()),
+            asyncio.create_task(pulse(self._config.worker.wedged_s)),
         ]
         return {
             "http": self._http.address,

@@ -27,6 +27,7 @@ from epd.config import Config
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from epd.obs.http import ObservationServer
+from epd.pulse import pulse
 from epd.rpc import tls
 from epd.rpc.membership_client import MembershipClient
 from epd.rpc.server import Server
@@ -89,8 +90,10 @@ async def serve_parts(config: Config, parts: Sequence[Part]) -> None:
         names = members.start()
         watch = asyncio.create_task(_watch(config, group, server), name="watch")
         cleanup.callback(watch.cancel)
+        beating = asyncio.create_task(pulse(config.worker.wedged_s), name="pulse")
+        cleanup.callback(beating.cancel)
         _print_ready(group.name, address, metrics_address)
-        await until_stop(stop, [*steps, watch, names])
+        await until_stop(stop, [*steps, watch, names, beating])
         watch.cancel()
         await _drain(config, group, server, members)
 

@@ -43,6 +43,8 @@ def config(**gateway: Any) -> Config:
                 "preprocess_workers": 0,
                 **gateway,
             },
+            # A test that is looked at in a debugger stands still.
+            "worker": {"wedged_s": 0},
             "limits": {"max_inflight": 8, "max_body_bytes": 1 << 20},
         }
     )

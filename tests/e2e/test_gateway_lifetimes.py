@@ -155,15 +155,16 @@ async def test_a_worker_that_is_lost_keeps_no_connection(loaded: Loaded) -> None
             await until(lambda: not connections(), limit_s=20)
 
 
+@pytest.mark.parametrize("part", ["sweep_forever", "pulse"])
 async def test_a_gateway_does_not_outlive_what_it_can_not_be_without(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], part: str
 ) -> None:
     """Without its sweeper, say, it would send requests to dead workers for ever."""
 
-    async def broken(registry: Any) -> None:
+    async def broken(_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(main, "sweep_forever", broken)
+    monkeypatch.setattr(main, part, broken)
     monkeypatch.setattr(main.logs, "setup", lambda *_: None)
     with pytest.raises(ZeroDivisionError):
         await main.serve(config())

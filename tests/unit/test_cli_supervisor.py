@@ -192,12 +192,12 @@ async def test_a_console_that_can_not_be_written_to_stops_nothing(
 
 
 async def test_a_fault_of_the_supervisor_does_not_leave_processes_alone(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its own manager starts it again; one that nobody watches stays dead."""
     supervisor = make()
     serving = asyncio.create_task(supervisor.serve())
-    await until(lambda: all(child.ready.is_set() for child in supervisor.children))
+    await until(lambda: "Ctrl-C stops" in capsys.readouterr().out)
     monkeypatch.setattr(child_module.Child, "kill_group", lambda child: 1 / 0)
     os.kill(supervisor.gateway.report["pid"], signal.SIGKILL)
     with pytest.raises(ZeroDivisionError):

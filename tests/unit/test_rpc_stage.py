@@ -86,7 +86,8 @@ def sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def config(grace_s: float = 1.0) -> Config:
-    return load_config(None, {"worker.stall_s": 0.2, "worker.grace_s": grace_s}, {})
+    own = {"worker.stall_s": 0.2, "worker.grace_s": grace_s, "worker.wedged_s": 0}
+    return load_config(None, own, {})
 
 
 @asynccontextmanager
@@ -137,6 +138,18 @@ async def test_health_means_progress(capsys: pytest.CaptureFixture[str]) -> None
         ticks = worker.ticks
         await until(lambda: worker.ticks > ticks + 10)
         assert await health(address) == SERVING, "without work there is no stall"
+
+
+async def test_a_worker_does_not_outlive_its_pulse(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(limit_s: float) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(stage_module, "pulse", broken)
+    with pytest.raises(ZeroDivisionError):
+        async with running(IdleWorker(), capsys) as (serving, _):
+            await serving
 
 
 async def test_a_stuck_transfer_engine_is_not_serving_and_then_ends_the_process(
