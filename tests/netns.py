@@ -308,7 +308,8 @@ def _tc(link: Link, arguments: str, *more: str) -> None:
 
 
 def _run(line: Sequence[str]) -> str:
-    done = subprocess.run(line, capture_output=True, text=True, timeout=20)
+    # Ctrl-C is for whoever asks: it ends in order, with these commands done.
+    done = subprocess.run(line, capture_output=True, text=True, timeout=20, process_group=0)
     if done.returncode:
         raise Unavailable(f"{' '.join(line)}: {done.stderr.strip()}")
     return done.stdout

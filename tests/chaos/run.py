@@ -3,10 +3,9 @@
     python -m tests.chaos.run --minutes 60 [--seed 1] [--clients 4] [--workers 2]
         [--set model.dtype=bfloat16]
 
-SIGTERM ends it early, with the report of what was until then (Ctrl-C reaches the services,
-too, and ends all without one). Prints a table; ends with 1 if anything happened that may never
-happen: a wrong answer, a request that hangs or ends without a typed error, something that is
-left over.
+Ctrl-C or SIGTERM ends it early, with the report of what was until then. Prints a table; ends
+with 1 if anything happened that may never happen: a wrong answer, a request that hangs or ends
+without a typed error, something that is left over.
 """
 
 from __future__ import annotations
@@ -152,7 +151,8 @@ async def _until_told(
     folder: Path, asked: argparse.Namespace, settings: Mapping[str, str]
 ) -> Report:
     told = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
     return await hurt(
         folder, asked.minutes, asked.seed, asked.clients, asked.workers, settings, told
     )

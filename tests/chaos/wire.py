@@ -42,6 +42,7 @@ class Wire:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.chaos.wire", *ends],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            process_group=0,  # Ctrl-C is for whoever started this, not for a cable
         )  # fmt: skip
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "ready\n":
