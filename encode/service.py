@@ -46,8 +46,7 @@ class EncodeService(encode_pb2_grpc.EncodeServicer):
 
     async def _serve(self, ticket: Ticket, failed: asyncio.Future[None], context: Context) -> bool:
         """True when the reader has said that it is done with the rows."""
-        depth = ticket.queue_depth
-        await context.write(pb.EncodeEvent(accepted=pb.EncodeAccepted(queue_depth=depth)))
+        await context.write(pb.EncodeEvent(accepted=pb.EncodeAccepted()))
         ended = asyncio.create_task(self._half_close(ticket, context))
         try:
             await _first_of(ticket.finished, ended, failed)

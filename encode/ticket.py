@@ -22,7 +22,6 @@ class Ticket:
     """Without the file's bytes: those are the work's."""
     nbytes: int
     """Of its rows in the arena."""
-    queue_depth: int
     finished: asyncio.Future[None]
     """Done when the rows are in the arena; else holds the error."""
     since: Stopwatch = field(default_factory=Stopwatch)

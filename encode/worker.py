@@ -94,7 +94,7 @@ class EncodeWorker(StageWorker[Ticket]):
         work = None if entry is not None else self._work(key, job, nbytes)
         finished = asyncio.get_running_loop().create_future()
         stripped = replace(job, image=b"")
-        ticket = Ticket(number, stripped, nbytes, self._works.batcher.waiting, finished)
+        ticket = Ticket(number, stripped, nbytes, finished)
         self._tickets[number] = ticket
         if work is not None:
             ticket.work = work.number

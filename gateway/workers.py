@@ -268,12 +268,15 @@ class Registry:
                 "state": worker.state,
                 "running": worker.running,
                 "waiting": worker.waiting,
+                "max_queue": worker.card.capacity.max_queue,
+                "kv_tokens": worker.card.capacity.kv_tokens,
                 "kv_tokens_free": worker.kv_tokens_free,
                 "steps": worker.steps,
                 "us_per_row": round(worker.us_per_row, 1),
                 "streams": len(worker.streams),
                 "ends_in_s": self._left_s(worker),
                 "version": worker.card.version,
+                "numerics_id": worker.card.numerics_id,
             }
             for worker in self._workers.values()
         ]

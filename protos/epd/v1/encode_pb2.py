@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.epd.v1 import common_pb2 as protos_dot_epd_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotos/epd/v1/encode.proto\x12\x06\x65pd.v1\x1a\x1aprotos/epd/v1/common.proto\"[\n\rEncodeRequest\x12 \n\x03job\x18\x01 \x01(\x0b\x32\x11.epd.v1.EncodeJobH\x00\x12 \n\x06recall\x18\x02 \x01(\x0b\x32\x0e.epd.v1.RecallH\x00\x42\x06\n\x04kind\"\x92\x01\n\tEncodeJob\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\x06\x12\x1f\n\x04item\x18\x05 \x01(\x0b\x32\x11.epd.v1.ImageItem\x12\r\n\x05image\x18\x06 \x01(\x0c\x12\x0c\n\x04salt\x18\x07 \x01(\x0c\"e\n\x0b\x45ncodeEvent\x12*\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x16.epd.v1.EncodeAcceptedH\x00\x12\"\n\x05ready\x18\x02 \x01(\x0b\x32\x11.epd.v1.ItemReadyH\x00\x42\x06\n\x04kind\"%\n\x0e\x45ncodeAccepted\x12\x13\n\x0bqueue_depth\x18\x01 \x01(\r\"_\n\tItemReady\x12\r\n\x05index\x18\x01 \x01(\r\x12\x1e\n\x06handle\x18\x02 \x01(\x0b\x32\x0e.epd.v1.Handle\x12#\n\x06timing\x18\x03 \x01(\x0b\x32\x13.epd.v1.StageTiming2?\n\x06\x45ncode\x12\x35\n\x03Run\x12\x15.epd.v1.EncodeRequest\x1a\x13.epd.v1.EncodeEvent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotos/epd/v1/encode.proto\x12\x06\x65pd.v1\x1a\x1aprotos/epd/v1/common.proto\"[\n\rEncodeRequest\x12 \n\x03job\x18\x01 \x01(\x0b\x32\x11.epd.v1.EncodeJobH\x00\x12 \n\x06recall\x18\x02 \x01(\x0b\x32\x0e.epd.v1.RecallH\x00\x42\x06\n\x04kind\"\x92\x01\n\tEncodeJob\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\x06\x12\x1f\n\x04item\x18\x05 \x01(\x0b\x32\x11.epd.v1.ImageItem\x12\r\n\x05image\x18\x06 \x01(\x0c\x12\x0c\n\x04salt\x18\x07 \x01(\x0c\"e\n\x0b\x45ncodeEvent\x12*\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x16.epd.v1.EncodeAcceptedH\x00\x12\"\n\x05ready\x18\x02 \x01(\x0b\x32\x11.epd.v1.ItemReadyH\x00\x42\x06\n\x04kind\"#\n\x0e\x45ncodeAcceptedJ\x04\x08\x01\x10\x02R\x0bqueue_depth\"_\n\tItemReady\x12\r\n\x05index\x18\x01 \x01(\r\x12\x1e\n\x06handle\x18\x02 \x01(\x0b\x32\x0e.epd.v1.Handle\x12#\n\x06timing\x18\x03 \x01(\x0b\x32\x13.epd.v1.StageTiming2?\n\x06\x45ncode\x12\x35\n\x03Run\x12\x15.epd.v1.EncodeRequest\x1a\x13.epd.v1.EncodeEvent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,9 +39,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENCODEEVENT']._serialized_start=308
   _globals['_ENCODEEVENT']._serialized_end=409
   _globals['_ENCODEACCEPTED']._serialized_start=411
-  _globals['_ENCODEACCEPTED']._serialized_end=448
-  _globals['_ITEMREADY']._serialized_start=450
-  _globals['_ITEMREADY']._serialized_end=545
-  _globals['_ENCODE']._serialized_start=547
-  _globals['_ENCODE']._serialized_end=610
+  _globals['_ENCODEACCEPTED']._serialized_end=446
+  _globals['_ITEMREADY']._serialized_start=448
+  _globals['_ITEMREADY']._serialized_end=543
+  _globals['_ENCODE']._serialized_start=545
+  _globals['_ENCODE']._serialized_end=608
 # @@protoc_insertion_point(module_scope)

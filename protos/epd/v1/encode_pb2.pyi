@@ -141,17 +141,12 @@ class EncodeAccepted(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    QUEUE_DEPTH_FIELD_NUMBER: _builtins.int
-    queue_depth: _builtins.int
-    """Images before this one in the queue, for the router's view of load."""
     def __init__(
         self,
-        *,
-        queue_depth: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue_depth", b"queue_depth"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -118,7 +118,9 @@ class Hello(_message.Message):
     exact mode.
     """
     version: _builtins.str
-    """Version of the software, for operators."""
+    """Version of the software: a gateway of another release refuses the worker, since the
+    wire may differ.
+    """
     @_builtins.property
     def stages(self) -> _containers.RepeatedScalarFieldContainer[Global___Stage.ValueType]:
         """What it can be given; at least one."""
