@@ -27,9 +27,8 @@ from gateway.completions import CompletionEncoder
 from gateway.openai import Encoder
 from protos.epd.v1 import common_pb2
 from tests.e2e.fake_stages import Call, fail, hang
-from tests.e2e.gateway_house import House, body
+from tests.e2e.gateway_house import House, body, opened
 from tests.e2e.http_client import Connection, post
-from tests.e2e.test_gateway_bounds import opened
 from tests.readings import reading
 from tests.waiting import until
 

@@ -12,12 +12,12 @@ import pytest
 from blake3 import blake3
 
 from decode.ticket import Admitted as DecodeAdmitted
-from epd.jobs import SampledToken, Stage
+from epd.jobs import SampledToken
 from gateway.main import Loaded
 from prefill.ticket import Admitted, FirstToken
 from tests.cases.kv_model import KvLm, Prompt
 from tests.cases.test_cache_fuzz import Prefills, announced, embedding
-from tests.e2e.gateway_house import CHAT, House, body, config
+from tests.e2e.gateway_house import CHAT, body, opened
 from tests.e2e.http_client import post
 from tests.unit import decode_bench, prefill_bench
 from tests.unit.fake_stage import decode_job, prefill_job
@@ -91,11 +91,7 @@ ROUTES: dict[str, Any] = {
 
 
 async def test_key_06_every_route_knows_its_tenant_and_no_client_names_one(loaded: Loaded) -> None:
-    house = House(loaded, config(api_keys=KEYS))
-    await house.start()
-    try:
-        for stage in Stage:
-            await house.add(stage)
+    async with opened(loaded, api_keys=KEYS) as house:
         salts: dict[str, set[bytes]] = {}
         for key in KEYS:
             bearer = {"authorization": f"Bearer {key}"}
@@ -109,6 +105,3 @@ async def test_key_06_every_route_knows_its_tenant_and_no_client_names_one(loade
                     assert named.status == 400, (route, field)
         assert all(len(found) == 1 and b"" not in found for found in salts.values()), salts
         assert salts[KEYS[0]].isdisjoint(salts[KEYS[1]])
-        await house.settled()
-    finally:
-        await house.close()

@@ -12,9 +12,8 @@ from epd.jobs import Stage
 from gateway.checkpoint import load
 from protos.epd.v1 import gateway_pb2 as pb
 from tests.cases.pictures import data_url, file, part, quad, text
-from tests.e2e.gateway_house import House, config
+from tests.e2e.gateway_house import House, config, opened
 from tests.e2e.http_client import post
-from tests.e2e.test_gateway_bounds import opened
 from tests.e2e.test_gateway_tools import (  # noqa: F401 (fixtures)
     CALL,
     TEMPLATE,

@@ -6,7 +6,8 @@ import asyncio
 import base64
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +114,35 @@ def loaded() -> Loaded:
     return load(config().model)
 
 
-@pytest.fixture
-async def empty(loaded: Loaded) -> AsyncIterator[House]:
-    """A gateway without workers. Afterwards nothing may be left over."""
-    house = House(loaded, config())
+@asynccontextmanager
+async def opened(
+    loaded: Loaded,
+    limits: dict[str, Any] | None = None,
+    *,
+    stages: Iterable[Stage] = Stage,
+    **gateway: Any,
+) -> AsyncIterator[House]:
+    """A house with settings of its own and a worker of each stage; afterwards nothing may be
+    left of any request."""
+    tree = config(**gateway).model_dump()
+    tree["limits"].update(limits or {})
+    house = House(loaded, Config.model_validate(tree))
     await house.start()
     try:
+        for stage in stages:
+            await house.add(stage)
         yield house
         await house.settled()
+        assert house.gateway.service.budget.used == 0
     finally:
         await house.close()
+
+
+@pytest.fixture
+async def empty(loaded: Loaded) -> AsyncIterator[House]:
+    """A gateway without workers."""
+    async with opened(loaded, stages=()) as house:
+        yield house
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import AsyncIterator, Hashable
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Hashable
+from contextlib import ExitStack
 from typing import Any
 
 import aiohttp
@@ -28,24 +28,11 @@ from gateway.checkpoint import Loaded
 from protos.epd.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.e2e.conftest import grey_png, image_part
 from tests.e2e.fake_stages import hang
-from tests.e2e.gateway_house import CHAT, House, ask, body, config
+from tests.e2e.gateway_house import CHAT, House, ask, body, opened
 from tests.e2e.http_client import Connection, get, post
 from tests.waiting import LIMIT_S, until
 
 KEY, OTHER = "sk-first", "sk-second"
-
-
-@asynccontextmanager
-async def opened(loaded: Loaded, **settings: Any) -> AsyncIterator[House]:
-    house = House(loaded, config(**settings))
-    await house.start()
-    try:
-        for stage in Stage:
-            await house.add(stage)
-        yield house
-        await house.settled()
-    finally:
-        await house.close()
 
 
 def bearer(key: str) -> dict[str, str]:

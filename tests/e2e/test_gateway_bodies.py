@@ -18,9 +18,8 @@ from epd.client import user
 from gateway.checkpoint import Loaded
 from protos.epd.v1 import gateway_pb2 as pb
 from protos.epd.v1 import gateway_pb2_grpc
-from tests.e2e.gateway_house import CHAT, House, body, raw
+from tests.e2e.gateway_house import CHAT, House, body, opened, raw
 from tests.e2e.http_client import Connection
-from tests.e2e.test_gateway_bounds import opened
 from tests.waiting import LIMIT_S, until
 
 NO_LIMIT = [("grpc.max_send_message_length", -1)]

@@ -11,33 +11,14 @@ from typing import Any
 
 import pytest
 
-from epd.config import Config
-from epd.jobs import Stage
 from gateway.http_server import HttpServer
 from gateway.main import Loaded
 from tests.e2e.fake_stages import hang
-from tests.e2e.gateway_house import CHAT, House, config, raw
+from tests.e2e.gateway_house import CHAT, House, opened, raw
 from tests.e2e.http_client import Connection
 from tests.waiting import LIMIT_S, promised, soon, until
 
 POST = f"POST {CHAT} HTTP/1.1\r\nhost: epd\r\ncontent-type: application/json\r\n".encode()
-
-
-@asynccontextmanager
-async def opened(loaded: Loaded, limits: dict[str, Any] | None = None, **gateway: Any) -> Any:
-    """A house with bounds of its own; nothing may be left of any request."""
-    tree = config(**gateway).model_dump()
-    tree["limits"].update(limits or {})
-    house = House(loaded, Config.model_validate(tree))
-    await house.start()
-    try:
-        for stage in Stage:
-            await house.add(stage)
-        yield house
-        await house.settled()
-        assert house.gateway.service.budget.used == 0
-    finally:
-        await house.close()
 
 
 def server(house: House) -> HttpServer:

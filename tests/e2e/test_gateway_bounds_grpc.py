@@ -17,8 +17,7 @@ from gateway import grpc_receipt
 from gateway.main import Loaded
 from protos.epd.v1 import gateway_pb2_grpc
 from tests.e2e.fake_stages import hang
-from tests.e2e.gateway_house import House, ask, ask_much
-from tests.e2e.test_gateway_bounds import opened
+from tests.e2e.gateway_house import House, ask, ask_much, opened
 from tests.waiting import LIMIT_S, until
 
 CHAT = "/epd.v1.Gateway/Chat"

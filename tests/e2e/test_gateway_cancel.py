@@ -10,9 +10,8 @@ import pytest
 
 from gateway.main import Loaded
 from tests.e2e.fake_stages import Call, hang
-from tests.e2e.gateway_house import CHAT, House, raw
+from tests.e2e.gateway_house import CHAT, House, opened, raw
 from tests.e2e.http_client import Connection
-from tests.e2e.test_gateway_bounds import opened
 from tests.waiting import LIMIT_S, soon, until
 
 

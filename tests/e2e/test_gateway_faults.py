@@ -12,9 +12,8 @@ from epd.jobs import Stage
 from gateway.main import Loaded
 from protos.epd.v1 import common_pb2, decode_pb2
 from tests.e2e.fake_stages import Call, fail, hang
-from tests.e2e.gateway_house import CHAT, House, config, long_answer, raw
+from tests.e2e.gateway_house import CHAT, House, config, long_answer, opened, raw
 from tests.e2e.http_client import Connection, get
-from tests.e2e.test_gateway_bounds import opened
 from tests.waiting import soon
 
 
@@ -169,20 +168,12 @@ async def test_a_stopped_worker_is_noticed_by_its_silence(loaded: Loaded) -> Non
 
 
 async def test_the_deadline_ends_everything(loaded: Loaded) -> None:
-    limits = {"limits": {"request_deadline_s": 2.0}}
-    tree = {**config().model_dump(), **limits}
-    house = House(loaded, Config.model_validate(tree))
-    await house.start()
-    try:
-        for stage in Stage:
-            await house.add(stage)
+    async with opened(loaded, {"request_deadline_s": 2.0}) as house:
         house.script.hooks["decode.fetch"] = hang
         reply = await house.chat()
         assert reply.status == 504
         await house.settled()
         assert "prefill: half-close" in house.journal
-    finally:
-        await house.close()
 
 
 async def test_a_gap_in_the_tokens_is_a_fault(house: House) -> None:

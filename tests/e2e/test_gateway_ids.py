@@ -13,14 +13,13 @@ import aiohttp
 import grpc.aio
 import pytest
 
-from epd.jobs import Stage
 from epd.obs import logs
 from gateway.checkpoint import Loaded
 from protos.epd.v1 import gateway_pb2 as pb
 from protos.epd.v1 import gateway_pb2_grpc
-from tests.e2e.gateway_house import CHAT, House, body, config
+from tests.e2e.gateway_house import CHAT, body, opened
 from tests.e2e.http_client import Connection
-from tests.e2e.test_gateway_access import KEY, bearer, opened
+from tests.e2e.test_gateway_access import KEY, bearer
 from tests.e2e.test_gateway_bounds import connect, until_end
 from tests.waiting import LIMIT_S
 
@@ -302,14 +301,8 @@ async def test_a_call_that_is_too_large(loaded: Loaded, lines: list[dict[str, An
 
 
 async def test_a_house_with_nobody_refuses_with_an_id(loaded: Loaded) -> None:
-    house = House(loaded, config())
-    await house.start()
-    try:
+    async with opened(loaded, stages=()) as house:
         reply = await house.chat()
         assert reply.status == 503
         assert reply.headers["x-request-id"]
         assert "retry-after" in reply.headers
-        await house.add(Stage.PREFILL)
-        await house.settled()
-    finally:
-        await house.close()

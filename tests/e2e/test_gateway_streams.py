@@ -13,9 +13,9 @@ from epd.errors import ErrorKind
 from epd.jobs import Stage
 from gateway.main import Loaded
 from tests.e2e.fake_stages import Call, fail
-from tests.e2e.gateway_house import CHAT, long_answer, raw
+from tests.e2e.gateway_house import CHAT, long_answer, opened, raw
 from tests.e2e.http_client import Connection
-from tests.e2e.test_gateway_bounds import POST, opened, server
+from tests.e2e.test_gateway_bounds import POST, server
 from tests.waiting import LIMIT_S, promised, soon, until
 
 

@@ -12,8 +12,8 @@ import trustme
 
 from epd.errors import EpdError
 from gateway.checkpoint import Loaded
-from tests.e2e.gateway_house import CHAT, House, body, config
-from tests.e2e.test_gateway_access import opened, over_grpc
+from tests.e2e.gateway_house import CHAT, House, body, config, opened
+from tests.e2e.test_gateway_access import over_grpc
 
 
 class Certificates:

@@ -12,7 +12,7 @@ import pytest
 
 from epd.jobs import Stage
 from gateway.checkpoint import Loaded, load
-from tests.e2e.gateway_house import CHECKPOINT, House, config
+from tests.e2e.gateway_house import CHECKPOINT, House, config, opened
 
 TEMPLATE = """
 {%- if tools -%}{{- '<|im_start|>system\n<tools>' -}}
@@ -59,15 +59,8 @@ def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 
 @pytest.fixture
 async def tools(tool_model: Loaded) -> AsyncIterator[House]:
-    house = House(tool_model, config())
-    await house.start()
-    try:
-        for stage in Stage:
-            await house.add(stage)
+    async with opened(tool_model) as house:
         yield house
-        await house.settled()
-    finally:
-        await house.close()
 
 
 def say(house: House, text: str) -> None:

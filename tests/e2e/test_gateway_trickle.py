@@ -16,8 +16,8 @@ from epd.jobs import Stage
 from epd.rpc import server as rpc_server
 from gateway.checkpoint import Loaded
 from protos.epd.v1 import gateway_pb2_grpc
-from tests.e2e.gateway_house import House, ask_much, long_answer, raw
-from tests.e2e.test_gateway_bounds import POST, opened, server
+from tests.e2e.gateway_house import House, ask_much, long_answer, opened, raw
+from tests.e2e.test_gateway_bounds import POST, server
 from tests.waiting import LIMIT_S, promised, soon, until
 
 MIB = 1 << 20

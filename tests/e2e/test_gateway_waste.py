@@ -10,9 +10,9 @@ from gateway.app import counts
 from gateway.checkpoint import Loaded
 from protos.epd.v1 import gateway_pb2_grpc
 from tests.e2e.fake_stages import Call, hang
-from tests.e2e.gateway_house import CHAT, House, ask, body, raw
+from tests.e2e.gateway_house import CHAT, House, ask, body, opened, raw
 from tests.e2e.http_client import Connection, post
-from tests.e2e.test_gateway_access import KEY, OTHER, bearer, opened
+from tests.e2e.test_gateway_access import KEY, OTHER, bearer
 from tests.waiting import LIMIT_S, a_moment, until
 
 ROUNDS, AT_ONCE, STAY_S = 3, 5, 0.5
