@@ -15,13 +15,13 @@ from typing import Any
 import orjson
 
 from epd.config import LimitsConfig
-from epd.errors import EpdError, invalid
+from epd.errors import invalid
 from epd.text.output import TextToken
 from epd.text.vocabulary import Vocabulary
 from gateway.answer import Answer, Part
 from gateway.content import Conversation, check_text
 from gateway.fields import Fields
-from gateway.openai import DONE, error_event, event, finite, usage_json
+from gateway.openai import DONE, ChunkForm, event, finite, usage_json
 from gateway.schema import (
     ACCEPTED,
     NOT_SERVED,
@@ -101,7 +101,7 @@ def read_ids(fields: Fields, name: str, value: Any, vocab_size: int) -> tuple[in
     return tuple(value)
 
 
-class CompletionEncoder:
+class CompletionEncoder(ChunkForm):
     """Encodes one answer in the form of /v1/completions."""
 
     def __init__(self, answer: Answer, model: str, vocabulary: Vocabulary) -> None:
@@ -133,15 +133,6 @@ class CompletionEncoder:
             return DONE
         usage = usage_json(self._answer.usage)
         return event({**self._head, "choices": [], "usage": usage}) + DONE
-
-    def error(self, error: EpdError) -> bytes:
-        """What ends a stream that fails after it began."""
-        return error_event(error)
-
-    @staticmethod
-    def refused(error: EpdError) -> bytes:
-        """The whole stream of a request that nothing came of."""
-        return error_event(error)
 
     def whole(self, parts: Sequence[Part]) -> bytes:
         choices = [

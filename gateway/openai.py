@@ -21,7 +21,20 @@ _FLOOR = -9999.0
 """JSON has no -inf: what can't be sampled has this logprob."""
 
 
-class Encoder:
+class ChunkForm:
+    """How the streams of both completion APIs fail: by one event."""
+
+    def error(self, error: EpdError) -> bytes:
+        """What ends a stream that fails after it began."""
+        return error_event(error)
+
+    @staticmethod
+    def refused(error: EpdError) -> bytes:
+        """The whole stream of a request that nothing came of."""
+        return error_event(error)
+
+
+class Encoder(ChunkForm):
     """Encodes one answer. Chunks are bytes, ready for the wire."""
 
     def __init__(self, answer: Answer, model: str, vocabulary: Vocabulary) -> None:
@@ -64,15 +77,6 @@ class Encoder:
             return DONE
         body = {**self._chunk_head(), "choices": [], "usage": usage_json(answer.usage)}
         return event(body) + DONE
-
-    def error(self, error: EpdError) -> bytes:
-        """What ends a stream that fails after it began."""
-        return error_event(error)
-
-    @staticmethod
-    def refused(error: EpdError) -> bytes:
-        """The whole stream of a request that nothing came of."""
-        return error_event(error)
 
     def whole(self, parts: Sequence[Part]) -> bytes:
         """The body of an answer that is not streamed."""
