@@ -38,6 +38,7 @@ from tests.cases.pictures import (
 from tests.cases.site import Site
 from tests.e2e.cluster import Cluster
 from tests.e2e.member import request
+from tests.unit.pictures import as_held
 
 SAME = 1e-3
 """Scores of equal pixels may differ by rounding only."""
@@ -127,18 +128,7 @@ def test_img_05_avif(cluster: Cluster) -> None:
 
 def turned(orientation: int, format: str = "PNG") -> bytes:
     """A file whose stored picture, turned as its EXIF says, is `quad()`."""
-    undo = {
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_90,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_270,
-    }
-    stored = quad().transpose(undo[orientation]) if orientation in undo else quad()
-    exif = Image.Exif()
-    exif[0x0112] = orientation
+    stored, exif = as_held(quad(), orientation)
     options = {"quality": 100, "subsampling": 0} if format == "JPEG" else {}
     return file(stored, format, exif=exif.tobytes(), **options)
 

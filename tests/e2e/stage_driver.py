@@ -52,6 +52,12 @@ class Request:
     salt: bytes = b""
     """A random one: no cache knows anything of it."""
 
+    @property
+    def of_both(self) -> tuple[Any, ...]:
+        """What the jobs for prefill and for decode begin with."""
+        ids, items = tuple(self.token_ids), tuple(self.items)
+        return self.name, 1, self.nonce, ids, self.prompt_length, items, self.sampling
+
 
 def png(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
@@ -154,17 +160,7 @@ class Client:
         self, request: Request, decode_follows: bool = True, timeout_s: float = 60
     ) -> Any:
         call = self.prefill.Run(timeout=timeout_s)
-        job = PrefillJob(
-            request.name,
-            1,
-            request.nonce,
-            tuple(request.token_ids),
-            request.prompt_length,
-            tuple(request.items),
-            request.sampling,
-            decode_follows,
-            salt=request.salt,
-        )
+        job = PrefillJob(*request.of_both, decode_follows, salt=request.salt)
         message = prefill_job_to_proto(job, request.fingerprint)
         remember_status(call)
         await call.write(prefill_pb2.PrefillRequest(job=message))
@@ -172,22 +168,24 @@ class Client:
 
     async def start_decode(self, request: Request, delta: int) -> Any:
         call = self.decode.Run(timeout=60)
-        job = DecodeJob(
-            request.name,
-            1,
-            request.nonce,
-            tuple(request.token_ids),
-            request.prompt_length,
-            tuple(request.items),
-            request.sampling,
-            delta,
-            salt=request.salt,
-            arrival_ms=request.arrival_ms,
-        )
+        job = DecodeJob(*request.of_both, delta, salt=request.salt, arrival_ms=request.arrival_ms)
         message = decode_job_to_proto(job, request.fingerprint)
         remember_status(call)
         await call.write(decode_pb2.DecodeRequest(job=message))
         return call
+
+    async def start_both(self, request: Request) -> tuple[Any, Any, prefill_pb2.FirstToken]:
+        """Prefill a text request, and let decode read what was announced; both calls, and the
+        first token, which decode was not told."""
+        prefill = await self.start_prefill(request)
+        announced = []
+        while (event := await prefill.read()).WhichOneof("kind") != "first_token":
+            if event.HasField("kv_ready"):
+                announced.append(event.kv_ready)
+        decode = await self.start_decode(request, 0)
+        for ready in announced:
+            await decode.write(decode_pb2.DecodeRequest(kv_ready=ready))
+        return prefill, decode, event.first_token
 
 
 async def next_event(call: Any, kind: str) -> Any:

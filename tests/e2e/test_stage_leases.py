@@ -136,15 +136,7 @@ async def test_a_slow_reader_loses_nothing_and_holds_up_nobody(
 
 async def hand_over(client: Client, request: Request) -> tuple[Any, Any]:
     """Prefill a text request and start decode on it; both calls."""
-    prefill = await client.start_prefill(request)
-    announced = []
-    while (event := await prefill.read()).WhichOneof("kind") != "first_token":
-        if event.HasField("kv_ready"):
-            announced.append(event.kv_ready)
-    decode = await client.start_decode(request, 0)
-    for ready in announced:
-        await decode.write(decode_pb2.DecodeRequest(kv_ready=ready))
-    first = event.first_token
+    prefill, decode, first = await client.start_both(request)
     start = decode_pb2.Start(first_token=first.token, kv_tokens=first.kv_tokens)
     await decode.write(decode_pb2.DecodeRequest(start=start))
     return prefill, decode

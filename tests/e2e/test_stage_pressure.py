@@ -145,20 +145,12 @@ async def test_a_worker_that_is_told_to_stop_finishes_what_runs(
     mixed = Stages(checkpoint, tmp_path, {}, {**stages.processes, "decode": leaving})
     client = Client(mixed)
     request = planner.request(ask("hello"), (), greedy((), max_tokens=120))
-    prefill = await client.start_prefill(request)
-    announced: list[prefill_pb2.KvReady] = []
-    while (event := await prefill.read()).WhichOneof("kind") != "first_token":
-        if event.HasField("kv_ready"):
-            announced.append(event.kv_ready)
-    decode = await client.start_decode(request, 0)
-    for ready in announced:
-        await decode.write(decode_pb2.DecodeRequest(kv_ready=ready))
+    prefill, decode, first = await client.start_both(request)
     await next_event(decode, "admitted")
     leaving.process.send_signal(signal.SIGTERM)
     await until(lambda: "leaving" in leaving.log())
     error = await failure(await client.start_decode(request, 0))
     assert error.kind is ErrorKind.NOT_STARTED
-    first = event.first_token
     start = decode_pb2.Start(first_token=first.token, kv_tokens=first.kv_tokens)
     await decode.write(decode_pb2.DecodeRequest(start=start))
     kinds = []

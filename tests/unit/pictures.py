@@ -23,6 +23,26 @@ def encoded(picture: Image.Image, format: str = "PNG", **options: object) -> byt
     return stream.getvalue()
 
 
+_UNDO = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+
+
+def as_held(upright: Image.Image, orientation: int) -> tuple[Image.Image, Image.Exif]:
+    """How a camera held that way stores a picture: the inverse of what its EXIF asks for.
+    What is no orientation changes nothing."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    turn = _UNDO.get(orientation)
+    return upright if turn is None else upright.transpose(turn), exif
+
+
 def chunk(kind: bytes, content: bytes) -> bytes:
     """One chunk of a PNG file."""
     checksum = zlib.crc32(kind + content)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from epd.config import LimitsConfig
 from epd.images import FORMATS, decode, item_digest, read_header
-from tests.unit.pictures import encoded, noise, with_chunk
+from tests.unit.pictures import as_held, encoded, noise, with_chunk
 
 LIMITS = LimitsConfig()
 PARAM = "messages[0].content[1]"
@@ -51,26 +51,10 @@ def test_each_format(format: str) -> None:
     assert_quad(picture, tolerance=30 if format == "GIF" else 12)
 
 
-_TURNED = {
-    1: None,
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_90,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_270,
-}
-"""How a camera held that way stores the upright picture: the inverse of what EXIF asks for."""
-
-
 @pytest.mark.parametrize("format", [f for f in FORMATS if f not in ("GIF", "BMP")])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_orientation(format: str, orientation: int) -> None:
-    turn = _TURNED[orientation]
-    stored = quad() if turn is None else quad().transpose(turn)
-    exif = Image.Exif()
-    exif[0x0112] = orientation
+    stored, exif = as_held(quad(), orientation)
     data = encoded(stored, format, exif=exif, **LOSSLESS.get(format, {}))
     header = read_header(data, LIMITS, PARAM)
     assert (header.width, header.height) == (96, 64)

@@ -22,6 +22,7 @@ from epd.models.kernels.memory import huge_pages
 from epd.models.lm import ForwardBatch, LanguageModel, SequenceSlice
 from epd.models.quantize import GROUP, Int8Linear, dequantize, quantize, quantize_linears
 from tests.tiny import FAMILIES
+from tests.unit.lm_batches import logits_of
 
 SHAPES = [(64, 128), (896, 96), (33, 7), (1, 1), (50, 33), (257, 131)]
 
@@ -143,23 +144,15 @@ def test_torch_holds_weights_once_too() -> None:
     assert torch.allclose(model[0](torch.ones(1, 256).bfloat16()).double(), wanted, rtol=0.01)
 
 
-def _logits(lm: LanguageModel, rows: int = 40) -> Tensor:
-    ids = torch.randint(10, 200, (rows,), generator=torch.Generator().manual_seed(0))
-    positions, _ = lm.positions(ids, [], rows)
-    sequences = [SequenceSlice(rows - 3, rows - 3, [0, 1]), SequenceSlice(3, 3, [2])]
-    batch = ForwardBatch(ids, positions, sequences, range(rows))
-    return lm.forward(batch, KvPool(lm.kv_layout, 3))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_by_kernel_and_by_torch(family: str, tiny_checkpoint: Callable[..., Path]) -> None:
     path = tiny_checkpoint(family, "bfloat16")
     by_torch = LanguageModel.load(path, kernels="off", quantize="int8")
     best = LanguageModel.load(path, quantize="int8")
-    assert _logits(best).sub(_logits(by_torch)).abs().max() < 0.1
-    plain = _logits(LanguageModel.load(path))
-    assert not torch.equal(_logits(best), plain)
-    assert _logits(best).sub(plain).norm() < 0.1 * plain.norm()
+    assert logits_of(best).sub(logits_of(by_torch)).abs().max() < 0.1
+    plain = logits_of(LanguageModel.load(path))
+    assert not torch.equal(logits_of(best), plain)
+    assert logits_of(best).sub(plain).norm() < 0.1 * plain.norm()
     if build.load() is not None:
         layers = best.model.get_decoder().layers
         assert all(isinstance(layer.forward, FusedLayer) for layer in layers)

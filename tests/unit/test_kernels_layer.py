@@ -17,8 +17,9 @@ from epd.models.kernels import build
 from epd.models.kernels.attention import AttentionKernel
 from epd.models.kernels.layer import FusedLayer, fuse_layers
 from epd.models.kernels.linear import LinearKernel, pack_linears
-from epd.models.lm import ForwardBatch, LanguageModel, SequenceSlice
+from epd.models.lm import LanguageModel
 from tests.tiny import FAMILIES
+from tests.unit.lm_batches import logits_of, two_sequences
 
 LIBRARY = build.load()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="no kernels on this machine")
@@ -32,15 +33,7 @@ def test_every_served_family_runs_fused_and_equals_torch(
     fast, plain = (LanguageModel.load(path, kernels=kernels) for kernels in ("auto", "off"))
     layers = fast.model.get_decoder().layers
     assert all(isinstance(layer.forward, FusedLayer) for layer in layers)
-    assert _logits(fast).sub(_logits(plain)).abs().max() < 0.1
-
-
-def _logits(lm: LanguageModel, rows: int = 40) -> torch.Tensor:
-    ids = torch.randint(10, 200, (rows,), generator=torch.Generator().manual_seed(0))
-    positions, _ = lm.positions(ids, [], rows)
-    sequences = [SequenceSlice(rows - 3, rows - 3, [0, 1]), SequenceSlice(3, 3, [2])]
-    batch = ForwardBatch(ids, positions, sequences, range(rows))
-    return lm.forward(batch, KvPool(lm.kv_layout, 3))
+    assert logits_of(fast).sub(logits_of(plain)).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -50,15 +43,10 @@ def test_rows_that_nobody_asks_for_change_no_bit(
 ) -> None:
     lm = LanguageModel.load(tiny_checkpoint(family, "bfloat16"), exact=exact)
     assert [layer.forward.last for layer in lm.model.get_decoder().layers][-2:] == [False, True]
-    rows = 40
-    ids = torch.randint(10, 200, (rows,), generator=torch.Generator().manual_seed(0))
-    positions, _ = lm.positions(ids, [], rows)
-    sequences = [SequenceSlice(rows - 3, rows - 3, [0, 1]), SequenceSlice(3, 3, [2])]
     pools, logits = [], []
-    for select in (range(rows), [39, 36, 5], []):
+    for select in (range(40), [39, 36, 5], []):
         pools.append(KvPool(lm.kv_layout, 3))
-        batch = ForwardBatch(ids, positions, sequences, select)
-        logits.append(lm.forward(batch, pools[-1]))
+        logits.append(lm.forward(two_sequences(lm, select), pools[-1]))
     assert torch.equal(logits[1], logits[0][[39, 36, 5]])
     assert logits[2].shape == (0, lm.spec.vocab_size)
     for block in range(3):
@@ -135,5 +123,5 @@ def test_attention_kernel_alone_where_layers_are_not_fused(
 
     monkeypatch.setattr(AttentionKernel, "__call__", count)
     unfused, plain = (LanguageModel.load(path, kernels=kernels) for kernels in ("auto", "off"))
-    assert _logits(unfused).sub(_logits(plain)).abs().max() < 0.1
+    assert logits_of(unfused).sub(logits_of(plain)).abs().max() < 0.1
     assert len(calls) == len(unfused.model.get_decoder().layers)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import grpc.aio
@@ -18,63 +18,11 @@ from epd.config_sources import load_config
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from epd.runtime import stage as stage_module
-from epd.runtime.group import Description, Load, Wait
 from epd.runtime.stage import Part, serve_parts
-from epd.runtime.steps import StepLoop
-from epd.runtime.streams import Streams
+from tests.unit.idle_worker import IdleWorker
 from tests.waiting import LIMIT_S, until
 
 SERVING, NOT_SERVING = 1, 2
-
-
-class IdleWorker:
-    stage = Stage.DECODE
-
-    def __init__(self) -> None:
-        self.busy = self.broken = False
-        self.well = self.reaches = True
-        self.closed = False
-        self.ticks = 0
-        self.streams = Streams(self.stage)
-        self.steps = StepLoop(self.stage, self._step, lambda: self.busy)
-
-    async def _step(self) -> bool:
-        assert not self.broken, "bookkeeping"
-        return False
-
-    def describe(self) -> Description:
-        return Description(1, "f", "float32", "n")
-
-    def load(self) -> Load:
-        return Load(0, 0)
-
-    def state(self) -> Mapping[str, object]:
-        return {"tickets": 0, "streams": len(self.streams)}
-
-    def hand_back(self) -> None:
-        pass
-
-    def check_integrity(self) -> None:
-        pass
-
-    def healthy(self) -> bool:
-        return self.well
-
-    def reaches_peers(self) -> bool:
-        return self.reaches
-
-    def waits(self) -> list[Wait]:
-        return [("request-7", 1.5, "godot")]
-
-    def tick(self) -> None:
-        self.ticks += 1
-
-    def start(self) -> asyncio.Task[None]:
-        return self.steps.start()
-
-    async def shut_down(self) -> None:
-        await self.steps.close()
-        self.closed = True
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +74,7 @@ async def until_health(address: str, status: int) -> None:
 
 
 async def test_health_means_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    worker = IdleWorker()
+    worker = IdleWorker(Stage.DECODE)
     async with running(worker, capsys) as (_, address):
         await until_health(address, SERVING)
         worker.busy = True  # work, and no step
@@ -156,7 +104,7 @@ async def test_a_stuck_transfer_engine_is_not_serving_and_then_ends_the_process(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stage_module, "_STUCK_EXIT_S", 3)
-    worker = IdleWorker()
+    worker = IdleWorker(Stage.DECODE)
     async with running(worker, capsys) as (serving, address):
         worker.well = False
         await until_health(address, NOT_SERVING)
@@ -174,7 +122,7 @@ async def test_a_worker_that_reaches_no_peer_gets_no_work_and_is_not_restarted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(stage_module, "_STUCK_EXIT_S", 0.1)
-    worker = IdleWorker()
+    worker = IdleWorker(Stage.DECODE)
     async with running(worker, capsys) as (serving, address):
         worker.reaches = False
         with caplog.at_level("ERROR"):
@@ -190,7 +138,7 @@ async def test_a_worker_that_reaches_no_peer_gets_no_work_and_is_not_restarted(
 async def test_a_bug_in_a_step_ends_the_process_with_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    worker = IdleWorker()
+    worker = IdleWorker(Stage.DECODE)
     async with running(worker, capsys) as (serving, _):
         worker.broken = True
         worker.steps.poke()
@@ -200,7 +148,7 @@ async def test_a_bug_in_a_step_ends_the_process_with_it(
 
 
 async def test_sigterm_waits_for_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    worker = IdleWorker()
+    worker = IdleWorker(Stage.DECODE)
     async with running(worker, capsys, grace_s=LIMIT_S) as (serving, address):
         with worker.streams.open():
             os.kill(os.getpid(), signal.SIGTERM)
@@ -214,7 +162,7 @@ async def test_sigterm_waits_for_what_runs(capsys: pytest.CaptureFixture[str]) -
 
 
 async def test_what_outlasts_the_grace_is_told_why(capsys: pytest.CaptureFixture[str]) -> None:
-    worker = IdleWorker()
+    worker = IdleWorker(Stage.DECODE)
     errors: list[EpdError] = []
     async with running(worker, capsys, grace_s=0.1) as (serving, _):
         with worker.streams.open() as fail:

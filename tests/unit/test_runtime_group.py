@@ -4,76 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
-from epd.runtime.group import Description, Load, Wait, WorkerGroup
+from epd.runtime.group import Description, Load, WorkerGroup
 from epd.runtime.steps import EngineThread, StepLoop
-from epd.runtime.streams import Streams
+from tests.unit.idle_worker import IdleWorker
 from tests.waiting import LIMIT_S, until
 
 
-class StandIn:
-    """A worker that hosts streams and does nothing."""
-
-    def __init__(self, stage: Stage, thread: EngineThread | None = None, **facts: Any) -> None:
-        self.stage = stage
-        self.facts = {"epoch": 1, "fingerprint": "f", "dtype": "float32", "numerics_id": ""}
-        self.facts |= facts
-        self.streams = Streams(stage)
-        self.tickets = self.handed_back = 0
-        self.intact = self.well = self.reaches = True
-        self.steps = StepLoop(stage, self._step, lambda: False, thread)
-
-    async def _step(self) -> bool:
-        return False
-
-    def describe(self) -> Description:
-        return Description(**self.facts)
-
-    def load(self) -> Load:
-        return Load(1, 2, self.facts.get("kv_tokens", 0))
-
-    def state(self) -> Mapping[str, object]:
-        return {"tickets": self.tickets, "tasks": 3}
-
-    def check_integrity(self) -> None:
-        if not self.intact:
-            raise AssertionError("leak")
-
-    def healthy(self) -> bool:
-        return self.well
-
-    def reaches_peers(self) -> bool:
-        return self.reaches
-
-    def waits(self) -> list[Wait]:
-        return [("request-7", 1.5, "godot")]
-
-    def tick(self) -> None:
-        pass
-
-    def hand_back(self) -> None:
-        self.handed_back += 1
-
-    def start(self) -> asyncio.Task[None]:
-        return self.steps.start()
-
-    async def shut_down(self) -> None:
-        await self.steps.close()
-
-
-def three() -> tuple[StandIn, StandIn, StandIn]:
-    encode = StandIn(Stage.ENCODE, max_rows=100, max_queue=9)
-    prefill = StandIn(
+def three() -> tuple[IdleWorker, IdleWorker, IdleWorker]:
+    encode = IdleWorker(Stage.ENCODE, max_rows=100, max_queue=9)
+    prefill = IdleWorker(
         Stage.PREFILL, numerics_id="n", kv_layout="l", kv_block_shape=(2,), kv_tokens=64,
         max_context=50, max_rows=80, max_queue=7,
     )  # fmt: skip
-    decode = StandIn(
+    decode = IdleWorker(
         Stage.DECODE, numerics_id="n", kv_layout="l", kv_block_shape=(2,), kv_tokens=64,
         max_context=40, max_queue=8,
     )  # fmt: skip
@@ -106,7 +54,7 @@ async def test_integrity_is_looked_at_when_all_are_idle() -> None:
     assert list(state["stages"]) == ["encode", "prefill", "decode"]  # type: ignore[call-overload]
 
 
-def refuses(worker: StandIn) -> bool:
+def refuses(worker: IdleWorker) -> bool:
     try:
         with worker.streams.open():
             return False
@@ -190,6 +138,6 @@ async def test_a_step_is_timed_without_its_wait_for_the_others() -> None:
 
 @pytest.mark.parametrize("stage", [Stage.PREFILL, Stage.DECODE])
 async def test_one_stage_alone_shows_its_counts_flat(stage: Stage) -> None:
-    assert WorkerGroup([StandIn(stage)]).observed() == {
-        "tickets": 0, "tasks": 3, "integrity": "ok",
+    assert WorkerGroup([IdleWorker(stage)]).observed() == {
+        "tickets": 0, "streams": 0, "tasks": 3, "integrity": "ok",
     }  # fmt: skip
