@@ -1,4 +1,7 @@
-"""One frozen configuration tree. All limits of the service are here and nowhere else."""
+"""One frozen configuration tree. All limits of the service are here and nowhere else.
+
+One file, however long: it is the reference of all keys that docs/operations.md leads to.
+"""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ from gateway.request import PlannedRequest
 from gateway.streams import StageStream
 from protos.epd.v1 import gateway_pb2_grpc
 from tests.e2e.fake_stages import Call, fail, hang
-from tests.e2e.gateway_house import House, ask, config
-from tests.e2e.test_gateway_bounds import opened
+from tests.e2e.gateway_house import House, ask, config, opened
 from tests.e2e.test_gateway_cancel import leave_at
 from tests.uncollected import uncollected
 from tests.waiting import until
