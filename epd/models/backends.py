@@ -8,7 +8,13 @@ import torch
 
 from epd.errors import invalid
 from epd.kv.layout import KvLayout, LayerShape
-from epd.models.gpu.attention import DeviceAttention, choose, has_triton, varlen_takes_pages
+from epd.models.gpu.attention import (
+    DeviceAttention,
+    choose,
+    device_has_flash,
+    has_triton,
+    varlen_takes_pages,
+)
 
 
 def kv_layout(text_config: Any, dtype: str, block_tokens: int, weights: str) -> KvLayout:
@@ -40,7 +46,8 @@ def usable_device(name: str | torch.device) -> torch.device:
 
 
 def device_attention(layout: KvLayout, heads: int) -> DeviceAttention | None:
-    backend = choose(layout, pages=varlen_takes_pages(), triton=has_triton())
+    pages = varlen_takes_pages() and device_has_flash()
+    backend = choose(layout, pages=pages, triton=has_triton())
     share = heads // min(layer.heads for layer in layout.layers)
     return None if backend is None else DeviceAttention(backend, share)
 

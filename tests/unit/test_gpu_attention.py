@@ -17,11 +17,13 @@ from torch import Tensor
 from epd.kv.layout import KvLayout, LayerShape
 from epd.kv.pool import KvPool
 from epd.models.attention import paged_attention, plan_step
+from epd.models.backends import device_attention
 from epd.models.batch import SequenceSlice
 from epd.models.gpu.attention import (
     DeviceAttention,
     _flash,
     choose,
+    device_has_flash,
     has_triton,
     varlen_takes_pages,
 )
@@ -233,6 +235,17 @@ def test_a_torch_with_pages_is_recognised() -> None:
     """So that the skips above don't hide a changed signature."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     assert varlen_takes_pages() == ((major, minor) >= (2, 12))
+
+
+@pytest.mark.parametrize(("capability", "has"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_flash_needs_ampere(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], has: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert device_has_flash() == has
+    chosen = device_attention(KvLayout(256, "bfloat16", (LayerShape(2, 64, 64),)), 4)
+    assert (chosen is not None and chosen.backend == "varlen") == (has and varlen_takes_pages())
 
 
 def test_tables_say_what_the_sequences_say() -> None:

@@ -55,6 +55,11 @@ def varlen_takes_pages() -> bool:
     )
 
 
+def device_has_flash() -> bool:
+    """Whether FlashAttention 2 has kernels for the process's device: Ampere or newer."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
