@@ -93,8 +93,7 @@ class DecodeWorker(LmWorker[Ticket]):
             EpdError: a parameter is wrong, the request can't fit even an empty pool,
                 or the queue is full.
         """
-        limit = self._config.limits.max_top_logprobs
-        validate(job.sampling, self.spec.vocab_size, max_top_logprobs=limit)
+        validate(job.sampling, self.spec.vocab_size, self._config.limits)
         total = len(job.token_ids)
         left = job.sampling.max_tokens - (total - job.prompt_length)
         if left < 1:

@@ -202,7 +202,7 @@ class LimitsConfig(_Section):
     """Content parts and tool calls of all messages together."""
     max_stop_strings: int = Field(16, ge=1)
     max_stop_length: int = Field(256, ge=1)
-    max_top_logprobs: int = Field(20, ge=0)
+    max_top_logprobs: int = Field(20, ge=0, le=256)
     max_grammar_bytes: int = Field(64 << 10, ge=1)
     """A JSON schema, regular expression or list of choices."""
     max_choices: int = Field(16, ge=1, le=128)
@@ -210,8 +210,9 @@ class LimitsConfig(_Section):
     max_tools: int = Field(128, ge=0)
     max_tools_bytes: int = Field(1 << 20, ge=1)
     """Descriptions and schemas of all tools together; the prompt holds them."""
-    max_token_ids: int = Field(4096, ge=1)
-    """Entries of `logit_bias`, or of `stop_token_ids`."""
+    max_logit_biases: int = Field(1024, ge=1)
+    """Entries of `logit_bias`."""
+    max_stop_token_ids: int = Field(256, ge=1)
     max_guided_choices: int = Field(1024, ge=1)
     default_max_tokens: int = Field(256, ge=1)
     max_inflight: int = Field(256, ge=1)
@@ -283,6 +284,10 @@ class GatewayConfig(_ProcessSection):
     def _can_be_sent(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
         if not all(key.isascii() and key.isprintable() and key.strip() == key for key in keys):
             raise ValueError("a key has characters that no header can hold: printable ASCII only")
+        if "" in keys:
+            raise ValueError("a key is empty: whoever sends none would have it")
+        if any("," in key for key in keys):
+            raise ValueError("a key has a comma, at which lists are split: it would be several")
         return keys
 
     @field_validator("cors_origins")

@@ -113,7 +113,7 @@ class Answer:
             EpdError: the fault; INTERNAL for one that is no `EpdError`.
         """
         try:
-            with typed(self.request_id):
+            with self.call.names.used(), typed(self.request_id):
                 yield
         except EpdError as error:
             self._fault = error

@@ -70,7 +70,8 @@ def check_room(form: Form, call: ChatCall, room: Room) -> None:
         check_ids(form, len(call.prompt), room.context)
         return
     param = "messages" if call.prompt is None else "prompt"
-    check_could_fit(_texts(call), room.context, room.longest_token, param)
+    with call.names.used():
+        check_could_fit(_texts(call), room.context, room.longest_token, param)
 
 
 def check_ids(form: Form, count: int, most: int) -> None:

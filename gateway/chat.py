@@ -70,7 +70,7 @@ class ChatService:
         Raises:
             EpdError: nothing was begun, or all of it was given up.
         """
-        with beginning():
+        with beginning(), call.names.used():
             return await self._open(call, request_id, hold, deadline_s)
 
     async def _open(
@@ -137,8 +137,9 @@ class ChatService:
         """
         longest = asyncio.get_running_loop().time() + self.config.limits.request_deadline_s
         try:
-            async with asyncio.timeout_at(longest if deadline is None else deadline):
-                return await self.preparer.plan(call, request_id, hold)
+            with call.names.used():
+                async with asyncio.timeout_at(longest if deadline is None else deadline):
+                    return await self.preparer.plan(call, request_id, hold)
         except TimeoutError:
             reason = "the request's deadline has passed"
             raise EpdError(ErrorKind.DEADLINE_EXCEEDED, reason) from None

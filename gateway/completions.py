@@ -26,6 +26,7 @@ from gateway.schema import (
     ACCEPTED,
     NOT_SERVED,
     ChatCall,
+    limit_names,
     load_json,
     read_generation,
     read_streaming,
@@ -48,7 +49,7 @@ def parse_completion(body: bytes, limits: LimitsConfig, vocab_size: int) -> Chat
         value = _as_chat(value)
     fields = Fields(value, "")
     model = fields.required_string("model")
-    prompt = read_prompt(fields, "prompt", vocab_size)
+    prompt, names = read_prompt(fields, "prompt", vocab_size), limit_names(fields)
     generation = read_generation(fields, limits, vocab_size)
     if generation.max_tokens is None:
         generation = replace(generation, max_tokens=DEFAULT_MAX_TOKENS)
@@ -57,7 +58,8 @@ def parse_completion(body: bytes, limits: LimitsConfig, vocab_size: int) -> Chat
     for name in ACCEPTED:
         fields.take(name)
     fields.done()
-    return ChatCall(model, Conversation((), ()), generation, stream, include_usage, prompt=prompt)
+    said = Conversation((), ())
+    return ChatCall(model, said, generation, stream, include_usage, prompt=prompt, names=names)
 
 
 def _as_chat(body: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from epd.config import LimitsConfig
-from epd.errors import too_many
+from epd.errors import invalid, too_many
 from epd.jobs import Grammar, GrammarKind
 from gateway.fields import Fields, as_json
 
@@ -36,7 +36,8 @@ def read_constraint(fields: Fields, limits: LimitsConfig) -> Constraint | None:
     found = [constraint for read in readers if (constraint := read(fields, limits)) is not None]
     if len(found) > 1:
         first, second = found[:2]
-        raise fields.wrong(second.param, f"can't be used together with {first.param}")
+        reason = f"{second.param}: can't be used together with {first.param}"
+        raise invalid(reason, second.param)
     for constraint in found:
         check_size(constraint, limits)
     return found[0] if found else None

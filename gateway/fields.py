@@ -30,6 +30,10 @@ class Fields:
     def wrong(self, name: str, reason: str) -> EpdError:
         return invalid(f"{self.param(name)}: {reason}", self.param(name))
 
+    def has(self, name: str) -> bool:
+        """Whether there is a value that was not taken yet."""
+        return name in self._left
+
     def take(self, name: str) -> Any:
         """The raw value, or None."""
         return self._left.pop(name, None)

@@ -5,7 +5,6 @@ Fields are named in errors as the proto names them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -13,12 +12,13 @@ from typing import Any, Literal, get_args
 import orjson
 
 from epd.config import LimitsConfig
-from epd.errors import EpdError, invalid, too_many
+from epd.errors import invalid, too_many
 from epd.jobs import SamplingParams
 from epd.text.messages import ChatMessage, ImagePart, TextPart, ToolCall
 from gateway.completions import DEFAULT_MAX_TOKENS, read_ids, read_prompt
 from gateway.content import Conversation, ImageSource, Reading, check_arguments, conversation
 from gateway.fields import Fields
+from gateway.naming import Names
 from gateway.schema import MOST_IDS, ChatCall, Generation, read_generation, with_tools
 from gateway.tools import ToolUse, read_tools
 from protos.epd.v1 import gateway_pb2 as pb
@@ -45,13 +45,24 @@ _ROLES = {
     pb.ROLE_ASSISTANT: "assistant",
     pb.ROLE_TOOL: "tool",
 }
+_FORMS = ("json_object", "guided_json", "guided_regex", "guided_choice")
+"""Of the output; one at most."""
 _MODES = {
     pb.TOOL_CHOICE_MODE_UNSPECIFIED: "auto",
     pb.TOOL_CHOICE_MODE_AUTO: "auto",
     pb.TOOL_CHOICE_MODE_NONE: "none",
     pb.TOOL_CHOICE_MODE_REQUIRED: "required",
 }
-_FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.function(\.name$)?")
+_NAMES = Names(
+    (
+        (rf"({'|'.join(pb.GenerationOptions.DESCRIPTOR.fields_by_name)})\b", r"options.\1"),
+        (r"(options\.)?response_format\b.*", "options.json_object"),
+        (r"tool_choice\.function\.name", "tool_choice.function"),
+        (r"(tools\[\d+\])\.function", r"\1"),
+        (r"(messages\[\d+\])\.content", r"\1.parts"),
+    )
+)
+"""What the HTTP API's fields are called in the proto."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +82,20 @@ class Checked:
 
 def chat_call(request: pb.ChatRequest, limits: LimitsConfig, vocab_size: int) -> ChatCall:
     """Raises EpdError naming the field as the proto calls it."""
-    generation = _generation(request.options, limits, vocab_size)
-    tools = _tools(request.tools, limits, _choice(request))
-    if tools is not None:
-        generation = with_tools(generation, tools)
+    with _NAMES.used():
+        generation = _generation(request.options, limits, vocab_size)
+        tools = _tools(request.tools, limits, _choice(request))
+        if tools is not None:
+            generation = with_tools(generation, tools)
     said = read_conversation(request.messages, limits)
-    named = request.client_request_id
     return ChatCall(
-        request.model, said, generation, stream=True, tools=tools, client_request_id=named
+        request.model,
+        said,
+        generation,
+        stream=True,
+        tools=tools,
+        client_request_id=request.client_request_id,
+        names=_NAMES,
     )
 
 
@@ -86,7 +103,8 @@ def completion_call(
     request: pb.CompletionRequest, limits: LimitsConfig, vocab_size: int
 ) -> ChatCall:
     """Raises EpdError naming the field as the proto calls it."""
-    generation = _generation(request.options, limits, vocab_size)
+    with _NAMES.used():
+        generation = _generation(request.options, limits, vocab_size)
     if generation.max_tokens is None:
         generation = replace(generation, max_tokens=DEFAULT_MAX_TOKENS)
     kind = request.WhichOneof("prompt")
@@ -97,23 +115,34 @@ def completion_call(
         raise too_many(name, len(request.ids.ids), MOST_IDS, "ids")
     value: Any = request.text if kind == "text" else list(request.ids.ids)
     prompt = read_prompt(Fields({name: value}, ""), name, vocab_size)
-    said, named = Conversation((), ()), request.client_request_id
     return ChatCall(
-        request.model, said, generation, stream=True, prompt=prompt, client_request_id=named
+        request.model,
+        Conversation((), ()),
+        generation,
+        stream=True,
+        prompt=prompt,
+        client_request_id=request.client_request_id,
+        names=_prompt_names(name),
     )
+
+
+def _prompt_names(prompt: str) -> Names:
+    return Names((*_NAMES.pairs, (r"prompt\b", prompt)))
 
 
 def tokenize_call(request: pb.TokenizeRequest, limits: LimitsConfig, vocab_size: int) -> ChatCall:
     """Raises EpdError naming the field as the proto calls it."""
     generation = Generation(SamplingParams(), 1, None, ())
     if not request.HasField("text"):
-        tools = _tools(request.tools, limits, {})
+        with _NAMES.used():
+            tools = _tools(request.tools, limits, {})
         said = read_conversation(request.messages, limits)
-        return ChatCall(request.model, said, generation, tools=tools)
+        return ChatCall(request.model, said, generation, tools=tools, names=_NAMES)
     if request.messages or request.tools:
         raise invalid("text: can't be used together with messages or tools", "text")
     prompt = read_prompt(Fields({"text": request.text}, ""), "text", vocab_size)
-    return ChatCall(request.model, Conversation((), ()), generation, prompt=prompt)
+    said, names = Conversation((), ()), _prompt_names("text")
+    return ChatCall(request.model, said, generation, prompt=prompt, names=names)
 
 
 def detokenize_call(
@@ -130,13 +159,25 @@ def detokenize_call(
 
 
 def _generation(options: pb.GenerationOptions, limits: LimitsConfig, vocab_size: int) -> Generation:
-    for name in ("logit_bias", "stop_token_ids"):  # before they are made lists of
-        if (found := len(getattr(options, name))) > limits.max_token_ids:
-            raise too_many(f"options.{name}", found, limits.max_token_ids, "token ids")
+    # Before they are made lists of.
+    most = {"logit_bias": limits.max_logit_biases, "stop_token_ids": limits.max_stop_token_ids}
+    for name, limit in most.items():
+        if (found := len(getattr(options, name))) > limit:
+            raise too_many(f"options.{name}", found, limit, "token ids")
+    _check_one_form(options)
     fields = Fields(_options(options), "options")
     generation = read_generation(fields, limits, vocab_size)
     fields.done()
     return generation
+
+
+def _check_one_form(options: pb.GenerationOptions) -> None:
+    """Said here, in the proto's words for both fields."""
+    given = {field.name for field, _ in options.ListFields()}
+    found = [name for name in _FORMS if name in given]
+    if len(found) > 1:
+        first, second = (f"options.{name}" for name in found[:2])
+        raise invalid(f"{second}: can't be used together with {first}", second)
 
 
 def _options(options: pb.GenerationOptions) -> dict[str, Any]:
@@ -180,19 +221,7 @@ def _tools(
     if len(tools) > limits.max_tools:
         raise too_many("tools", len(tools), limits.max_tools, "tools")
     shown = [_tool(tool, f"tools[{i}].parameters") for i, tool in enumerate(tools)]
-    fields = Fields({"tools": shown, **choice}, "")
-    try:
-        return read_tools(fields, limits)
-    except EpdError as error:
-        old = error.param or ""
-        new = _FUNCTION.sub(_named_back, old)
-        raise invalid(error.message.replace(old, new) if old else error.message, new) from error
-
-
-def _named_back(found: re.Match[str]) -> str:
-    if found[1] == "tool_choice":
-        return "tool_choice.function"
-    return found[1] + (found[2] or "")
+    return read_tools(Fields({"tools": shown, **choice}, ""), limits)
 
 
 def _tool(tool: pb.Tool, param: str) -> dict[str, Any]:

@@ -118,11 +118,15 @@ class Preparer:
                 f"the images make {prompt.image_tokens} tokens, at most {most_rows} are allowed",
                 param="messages",
             )
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed % (1 << 64)
         limits = self._config.limits
+        most = output or min(limits.default_max_tokens, context - used)
+        if asked.sampling.min_tokens > most:  # a limit that the client didn't give
+            reason = f"min_tokens: {asked.sampling.min_tokens} is more than max_tokens, {most}"
+            raise invalid(reason, "min_tokens")
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed % (1 << 64)
         return replace(
             asked.sampling,
-            max_tokens=output or min(limits.default_max_tokens, context - used),
+            max_tokens=most,
             seed=seed,
             eos_token_ids=self._served.spec.eos_token_ids,
         )

@@ -6,7 +6,6 @@ errors are translated back.
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from epd.jobs import FinishReason
 from epd.text.vocabulary import Vocabulary
 from gateway.answer import Answer, Part
 from gateway.fields import Fields, as_json
+from gateway.naming import Names
 from gateway.schema import ChatCall, load_json, parse_chat
 
 _NOT_SERVED: dict[str, Sequence[Any]] = {
@@ -37,7 +37,7 @@ _NOT_SERVED: dict[str, Sequence[Any]] = {
     "service_tier": ("auto", "default"),
     "prompt_cache_key": (),
     "prompt_cache_retention": (),
-    "stream_options": ({},),
+    "stream_options": ({}, {"include_obfuscation": False}),
     "context_management": ([],),
 }
 _SAME = (
@@ -45,12 +45,17 @@ _SAME = (
     *("temperature", "top_p", "seed", "stop", "top_k", "min_p", "repetition_penalty"),
 )
 """Fields that have the same name and meaning in a chat."""
-_BACK = (
-    (re.compile(r"^max_completion_tokens"), "max_output_tokens"),
-    (re.compile(r"^response_format(\.json_schema)?"), "text.format"),
-    (re.compile(r"^(tools\[\d+\])\.function"), r"\1"),
-    (re.compile(r"^tool_choice\.function"), "tool_choice"),
+_NAMES = (
+    (r"max_(completion_)?tokens", "max_output_tokens"),
+    (r"response_format(\.json_schema)?", "text.format"),
+    (r"(tools\[\d+\]|tool_choice)\.function", r"\1"),
+    (r"messages\[-1\].*", "instructions"),
+    (r"(messages\[\d+\]\.content\[\d+\])\.image_url\.url", r"\1.image_url"),
+    (r"(messages\[\d+\]\.content\[\d+\])\.image_url\.detail", r"\1.detail"),
+    (r"(messages\[\d+\])\.(tool_calls\[0\]\.id|tool_call_id)", r"\1.call_id"),
+    (r"(messages\[\d+\])\.tool_calls(\[0\])?(\.function)?", r"\1"),
 )
+"""What those of a chat are called here; the items of `input`: `_names`."""
 _TOOL: dict[str, Any] = {"description": None, "parameters": None, "strict": False}
 """What a tool is where the client left it open."""
 _MOST_METADATA = 64 << 10
@@ -80,13 +85,14 @@ def parse_response(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCa
     if (size := len(as_json(metadata or {}, "metadata"))) > _MOST_METADATA:
         raise too_many("metadata", size, _MOST_METADATA, "bytes")
     first = [{"role": "system", "content": instructions}] if instructions else []
-    chat["messages"] = [*first, *_messages(fields, limits)]
+    said = fields.take("input")
+    messages = _messages(fields, said, limits)
+    chat["messages"] = [*first, *messages]
     fields.refuse(_NOT_SERVED, "is not supported")
     fields.done()
-    try:
+    names = _names(None if isinstance(said, str) else messages, len(first))
+    with names.used():
         call = parse_chat(chat, limits, vocab_size)
-    except EpdError as error:
-        raise _named_back(error, len(first)) from error
     repeated = {
         "instructions": instructions,
         "metadata": metadata or {},
@@ -97,17 +103,18 @@ def parse_response(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCa
     }
     for name, value in repeated.items():
         as_json([[[value]]], name)  # as deep as events have it
-    return replace(call, repeated=repeated)
+    return replace(call, repeated=repeated, names=names)
 
 
-def _named_back(error: EpdError, offset: int) -> EpdError:
-    old = new = error.param or ""
-    for pattern, name in _BACK:
-        new = pattern.sub(name, new)
-    new = re.sub(r"^messages\[(\d+)\]", lambda at: f"input[{int(at[1]) - offset}]", new)
-    new = "input" if new == "messages" else new
-    message = error.message.replace(old, new) if old else error.message
-    return EpdError(error.kind, message, param=new or None, retry_after_s=error.retry_after_s)
+def _names(items: Sequence[Any] | None, before: int) -> Names:
+    """The client's, where messages were made of these items, or of a text, behind `before`
+    others."""
+    if items is None:
+        return Names((*_NAMES, (r"messages(\[\d+\].*)?", "input")), before)
+    results = "|".join(str(at) for at, item in enumerate(items) if item["role"] == "tool")
+    output = (rf"(messages\[(?:{results})\])\.content", r"\1.output")
+    more = (output,) if results else ()
+    return Names((*_NAMES, *more, (r"messages", "input")), before)
 
 
 def _format(fields: Fields) -> Any:
@@ -139,8 +146,7 @@ def _tool_choice(value: Any) -> Any:
     return _tool(value) if isinstance(value, Mapping) else value
 
 
-def _messages(fields: Fields, limits: LimitsConfig) -> list[Any]:
-    value = fields.take("input")
+def _messages(fields: Fields, value: Any, limits: LimitsConfig) -> list[Any]:
     if value is None:
         raise fields.wrong("input", "is missing")
     if isinstance(value, str):
@@ -187,8 +193,9 @@ def _part(value: Any) -> Any:
     if kind in _PARTS:
         dropped = ("annotations", "logprobs")  # of an earlier answer; they are no input
         return {k: v for k, v in value.items() if k not in dropped} | {"type": _PARTS[kind]}
-    if kind == "input_image" and "file_id" not in value:
-        more = {key: item for key, item in value.items() if key not in ("type", "image_url")}
+    if kind == "input_image" and value.get("file_id") is None:
+        named = ("type", "image_url", "file_id")
+        more = {key: item for key, item in value.items() if key not in named}
         return {"type": "image_url", "image_url": {"url": value.get("image_url"), **more}}
     return value
 

@@ -20,6 +20,7 @@ from epd.jobs import SamplingParams
 from gateway.constraints import Constraint, read_constraint
 from gateway.content import Conversation, read_messages
 from gateway.fields import Fields
+from gateway.naming import Names
 from gateway.tools import ToolUse, read_tools
 
 _GREEDY_BELOW = 1e-5
@@ -29,6 +30,7 @@ MOST_IDS = _MOST_VALUES = 1_000_000
 """More than any prompt has tokens. A parser makes 60 bytes and more of each."""
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]*")
 _MANY_TOKENS = (1 << 31) - 1
+_NEW_NAMES = Names(((r"max_tokens", "max_completion_tokens"),))
 
 # Known, not served: the values listed change nothing and pass.
 NOT_SERVED: dict[str, Sequence[Any]] = {
@@ -103,6 +105,8 @@ class ChatCall:
     """The tenant's: part of every cache key. Never the client's to choose."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
     """What a form of answer says again of its request, as it was checked."""
+    names: Names = field(default_factory=Names)
+    """The client's, for errors."""
 
 
 def parse_body(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCall:
@@ -118,6 +122,7 @@ def parse_chat(value: Any, limits: LimitsConfig, vocab_size: int) -> ChatCall:
     """See `parse_body`."""
     fields = Fields(value, "")
     model = fields.required_string("model")
+    names = limit_names(fields)
     conversation = read_messages(fields.take("messages"), limits)
     generation = read_generation(fields, limits, vocab_size)
     tools = read_tools(fields, limits)
@@ -129,7 +134,9 @@ def parse_chat(value: Any, limits: LimitsConfig, vocab_size: int) -> ChatCall:
     for name in ACCEPTED:
         fields.take(name)
     fields.done()
-    return ChatCall(model, conversation, generation, stream, include_usage, timeline, tools)
+    return ChatCall(
+        model, conversation, generation, stream, include_usage, timeline, tools, names=names
+    )
 
 
 def with_tools(generation: Generation, tools: ToolUse) -> Generation:
@@ -161,6 +168,11 @@ def count_values(body: bytes) -> int:
     return body.count(b",") + body.count(b"[") + body.count(b"{")
 
 
+def limit_names(fields: Fields) -> Names:
+    """The output's limit has two names; before it is read."""
+    return _NEW_NAMES if fields.has("max_completion_tokens") else Names()
+
+
 def read_streaming(fields: Fields) -> tuple[bool, bool]:
     """Whether to stream, and whether to end the stream with the usage."""
     stream = fields.boolean("stream")
@@ -190,8 +202,8 @@ def read_generation(fields: Fields, limits: LimitsConfig, vocab_size: int) -> Ge
         repetition_penalty=repetition,
         presence_penalty=fields.number("presence_penalty", -2.0, 2.0, default=0.0),
         frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0, default=0.0),
-        logit_bias=_logit_bias(fields, vocab_size, limits.max_token_ids),
-        stop_token_ids=_stop_token_ids(fields, vocab_size, limits.max_token_ids),
+        logit_bias=_logit_bias(fields, vocab_size, limits.max_logit_biases),
+        stop_token_ids=_stop_token_ids(fields, vocab_size, limits.max_stop_token_ids),
         min_tokens=min_tokens,
         ignore_eos=fields.boolean("ignore_eos"),
         logprobs=logprobs,

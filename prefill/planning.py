@@ -35,7 +35,7 @@ class Planner:
         self._kv = kv
         self._num_blocks = num_blocks
         self._landing = landing
-        self._max_top_logprobs = config.limits.max_top_logprobs
+        self._limits = config.limits
         self._keys = itertools.count()
         spec = lm.spec
         self._grammars = Grammars(spec.path, spec.vocab_size, spec.eos_token_ids)
@@ -81,7 +81,7 @@ class Planner:
 
     def _check(self, job: PrefillJob) -> None:
         spec, layout = self._lm.spec, self._lm.kv_layout
-        validate(job.sampling, spec.vocab_size, max_top_logprobs=self._max_top_logprobs)
+        validate(job.sampling, spec.vocab_size, self._limits)
         if len(job.token_ids) - job.prompt_length >= job.sampling.max_tokens:
             raise invalid("everything is generated already", "job.sampling.max_tokens")
         if layout.blocks_for(len(job.token_ids)) > self._num_blocks:

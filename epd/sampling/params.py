@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from epd.config import LimitsConfig
 from epd.errors import invalid, too_many
 from epd.jobs import FinishReason, SamplingParams
 
-MAX_LOGIT_BIASES: Final = 1024
-MAX_STOP_TOKEN_IDS: Final = 256
+_DEFAULT_LIMITS: Final = LimitsConfig()
 
 # Field -> (lowest, highest, lowest is allowed). The penalties' ranges are OpenAI's.
 _RANGES: Final[dict[str, tuple[float, float, bool]]] = {
@@ -22,7 +22,9 @@ _RANGES: Final[dict[str, tuple[float, float, bool]]] = {
 }
 
 
-def validate(params: SamplingParams, vocab_size: int, *, max_top_logprobs: int = 20) -> None:
+def validate(
+    params: SamplingParams, vocab_size: int, limits: LimitsConfig = _DEFAULT_LIMITS
+) -> None:
     """Check every field before anything is computed with it.
 
     Raises:
@@ -36,12 +38,12 @@ def validate(params: SamplingParams, vocab_size: int, *, max_top_logprobs: int =
     _check_count("choice", params.choice, 0, (1 << 32) - 1)
     _check_count("max_tokens", params.max_tokens, 1, 1 << 31)
     _check_count("min_tokens", params.min_tokens, 0, params.max_tokens)
-    _check_count("top_logprobs", params.top_logprobs, 0, min(max_top_logprobs, vocab_size))
+    _check_count("top_logprobs", params.top_logprobs, 0, min(limits.max_top_logprobs, vocab_size))
     if params.top_logprobs and not params.logprobs:
         raise invalid("top_logprobs needs logprobs", "top_logprobs")
-    _check_bias(params, vocab_size)
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise too_many("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
+    _check_bias(params, vocab_size, limits.max_logit_biases)
+    if (count := len(params.stop_token_ids)) > limits.max_stop_token_ids:
+        raise too_many("stop_token_ids", count, limits.max_stop_token_ids, "ids")
     for token in params.stop_token_ids:
         _check_id("stop_token_ids", token, vocab_size)
     if params.min_tokens and len(params.ending_ids) >= vocab_size:
@@ -75,9 +77,9 @@ def _check_count(name: str, value: int, low: int, high: int) -> None:
         raise invalid(f"{name} must be in [{low}, {high}], not {value}", name)
 
 
-def _check_bias(params: SamplingParams, vocab_size: int) -> None:
-    if len(params.logit_bias) > MAX_LOGIT_BIASES:
-        raise too_many("logit_bias", len(params.logit_bias), MAX_LOGIT_BIASES, "biases")
+def _check_bias(params: SamplingParams, vocab_size: int, most: int) -> None:
+    if len(params.logit_bias) > most:
+        raise too_many("logit_bias", len(params.logit_bias), most, "biases")
     for token, bias in params.logit_bias.items():
         _check_id("logit_bias", token, vocab_size)
         _check_range("logit_bias", bias, -100.0, 100.0, True)

@@ -65,7 +65,9 @@ class TextTokenizer:
         found = self._tokenizer(texts, add_special_tokens=False).input_ids if texts else ()
         left = iter(found)
         return [
-            i for text, plain in pieces for i in (self._plain_ids(text) if plain else next(left))
+            i
+            for text, plain in pieces
+            for i in (self._plain_ids(text, param) if plain else next(left))
         ]
 
     def _check_fits(self, text: str, max_tokens: int | None, param: str) -> None:
@@ -77,12 +79,12 @@ class TextTokenizer:
         if len(self._tokenizer(beginning, add_special_tokens=False).input_ids) > max_tokens + _SEAM:
             raise _too_long(max_tokens, param)
 
-    def _plain_ids(self, text: str) -> list[int]:
+    def _plain_ids(self, text: str, param: str) -> list[int]:
         if (known := self._plain.get(text)) is not None:
             return known
         ids = _model_ids(self._tokenizer.backend_tokenizer, text)
         if self._tokenizer.convert_tokens_to_ids(text) in ids:
-            raise invalid(f"this tokenizer can't write {text!r} as plain text", "messages")
+            raise invalid(f"this tokenizer can't write {text!r} as plain text", param)
         if len(self._plain) < _REMEMBERED:
             self._plain[text] = ids
         return ids

@@ -128,6 +128,10 @@ async def test_lists_in_lists_by_the_million_are_not_parsed(loaded: Loaded) -> N
 # --- gRPC ------------------------------------------------------------------------------------
 
 
+HEAVY = {"max_stop_token_ids": 4096}
+"""Limits under which there are messages of so many values."""
+
+
 def heavy_message(**fields: Any) -> pb.ChatRequest:
     """More than is read at once, and a request like any other."""
     options = pb.GenerationOptions(max_tokens=4, temperature=0, stop_token_ids=[900] * 4096)
@@ -142,7 +146,7 @@ async def chat(house: House, request: pb.ChatRequest) -> list[pb.ChatEvent]:
 
 async def test_a_heavy_message_keeps_its_name(loaded: Loaded) -> None:
     async with (
-        opened(loaded) as house,
+        opened(loaded, HEAVY) as house,
         grpc.aio.insecure_channel(house.grpc, options=NO_LIMIT) as channel,
     ):
         call = gateway_pb2_grpc.GatewayStub(channel).Chat(heavy_message(client_request_id="mine"))
@@ -153,7 +157,7 @@ async def test_a_heavy_message_keeps_its_name(loaded: Loaded) -> None:
 
 
 async def test_while_a_heavy_message_is_read_others_are_served(loaded: Loaded) -> None:
-    async with opened(loaded) as house:
+    async with opened(loaded, HEAVY) as house:
         assert (await chat(house, heavy_message()))[-1].HasField("finished")
         stopped = readers()
         assert stopped

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from epd.config import LimitsConfig
 from epd.errors import EpdError
 from epd.jobs import FinishReason, SamplingParams
-from epd.sampling.params import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, finish_reason, validate
+from epd.sampling.params import finish_reason, validate
 
 V = 100
+LIMITS = LimitsConfig()
 NAN, INF = float("nan"), float("inf")
 
 
@@ -38,10 +40,10 @@ NAN, INF = float("nan"), float("inf")
         ("logit_bias", {3: NAN}),
         ("logit_bias", {3: -INF}),
         ("logit_bias", {3: 101.0}),
-        ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 0.0)),
+        ("logit_bias", dict.fromkeys(range(LIMITS.max_logit_biases + 1), 0.0)),
         ("stop_token_ids", (V,)),
         ("stop_token_ids", (-1,)),
-        ("stop_token_ids", (1,) * (MAX_STOP_TOKEN_IDS + 1)),
+        ("stop_token_ids", (1,) * (LIMITS.max_stop_token_ids + 1)),
     ],
 )
 def test_refused_values_name_their_field(field: str, value: Any) -> None:
