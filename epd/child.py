@@ -185,6 +185,8 @@ def child_environment(config: Config, environ: Mapping[str, str]) -> dict[str, s
     kept["PYTHONUNBUFFERED"] = "1"
     for section, values in config.model_dump(mode="json", exclude={"serve"}).items():
         for key, value in values.items():
+            if (section, key) == ("gateway", "api_keys") and not value:
+                continue  # none is no list of none: see `load_config`
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             kept[f"EPD_{section}__{key}".upper()] = text
     return kept

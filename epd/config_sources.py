@@ -19,6 +19,7 @@ from epd.errors import invalid
 
 _LISTS = frozenset({"gateways", "hosts", "ports", "api_keys", "cors_origins", "networks", "stages"})
 """Keys whose value is a comma-separated list in environment and flags."""
+_KEYS = ["gateway", "api_keys"]
 
 
 def load_config(
@@ -76,4 +77,8 @@ def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
         tree = below
     if path[-1] in _LISTS and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
+        if path == _KEYS and not value:
+            # Of a secret that is missing (`$KEY`): the port would be open to anybody.
+            reason = "is given, but holds no key; leave it out to let anybody call"
+            raise invalid(f"configuration: gateway.api_keys: {reason}", "gateway.api_keys")
     tree[path[-1]] = value

@@ -46,6 +46,11 @@ def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
         ({"gateway.cors_origins": "https://a.example/"}, "gateway.cors_origins"),
         ({"gateway.cors_origins": "a.example"}, "gateway.cors_origins"),
         ({"gateway.api_keys": "sk-\u00e9"}, "gateway.api_keys"),
+        ({"gateway.api_keys": ""}, "gateway.api_keys"),
+        ({"gateway.api_keys": " , "}, "gateway.api_keys"),
+        ({"gateway.api_keys": ("", "sk-1")}, "gateway.api_keys"),
+        ({"gateway.api_keys": ("sk,1",)}, "gateway.api_keys"),
+        ({"limits.max_top_logprobs": 257}, "limits.max_top_logprobs"),
         ({"transfer.port_min": 65536}, "transfer.port_min"),
         ({"transfer.port_min": 18000}, "transfer"),
     ],
@@ -110,6 +115,15 @@ def test_a_child_gets_the_whole_configuration_whatever_its_source(tmp_path: Path
     environ = child_environment(config, stale)
     assert environ["PATH"] == "/bin"
     assert load_config(None, None, environ) == config
+
+
+def test_a_missing_secret_opens_no_gateway(tmp_path: Path) -> None:
+    with pytest.raises(EpdError, match="holds no key"):
+        load_config(None, None, {"EPD_GATEWAY__API_KEYS": ""})
+    file = tmp_path / "c.toml"
+    file.write_text("[gateway]\napi_keys = []\n")
+    open_to_all = load_config(file, None, {})
+    assert load_config(None, None, child_environment(open_to_all, {})) == open_to_all
 
 
 def test_settings_of_one_child_are_flags() -> None:
