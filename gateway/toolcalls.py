@@ -22,6 +22,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
+_TAG = re.compile(f"{OPEN}|{CLOSE}")
 _LONGEST_HEAD = 4096
 """A name that is longer is none: wait for the whole call and look at it then."""
 
@@ -71,9 +72,14 @@ class CallParser:
     def finish(self) -> list[Delta]:
         """The output is over: what was held back is let out."""
         found = list(self._scan(final=True))
-        if self._inside and self._object is None and self._buffer and not self.done:
+        if not self._inside or self.done:
+            return found
+        if self._object is None and self._buffer:
             found += self._whole(self._buffer, closed=False)
             self._buffer = ""
+        elif self.called:
+            self._leave(_beyond(self._buffer))
+            found += self._scan(final=True)
         return found
 
     def _scan(self, final: bool) -> Iterator[Delta]:
@@ -126,9 +132,15 @@ class CallParser:
         self._buffer = self._buffer[taken:]
         if whole:
             self._ended = self._started
-            _, closed, rest = self._buffer.partition(CLOSE)
-            if closed:
-                self._inside, self._object, self._buffer = False, None, rest
+            if tag := _TAG.search(self._buffer):
+                rest = self._buffer[tag.end() :]
+                if tag[0] == OPEN:  # it was never closed, and the next one begins
+                    rest = f"{_beyond(self._buffer[: tag.start()])}{OPEN}{rest}"
+                self._leave(rest)
+
+    def _leave(self, rest: str) -> None:
+        """The call is over; `rest` comes after it."""
+        self._inside, self._object, self._buffer = False, None, rest
 
     def _start(self, name: str, arguments: str = "") -> CallDelta:
         self._started += 1
@@ -184,6 +196,11 @@ class _JsonObject:
             self._escaped = True
         elif char == '"':
             self._string = False
+
+
+def _beyond(text: str) -> str:
+    """What was written behind a call that wasn't closed; `text` begins behind its arguments."""
+    return text.lstrip().removeprefix("}").strip()
 
 
 def _open_suffix(text: str) -> int:

@@ -20,6 +20,7 @@ from gateway.toolcalls import CLOSE, OPEN
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FORMAT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+_HOISTED = ("$defs", "definitions")
 _ANY_PARAMETERS = '{"type":"object"}'
 
 
@@ -150,9 +151,9 @@ def _lark(text: str) -> Grammar:
 
 
 def _call_schema(tool: Tool) -> dict[str, Any]:
-    parameters = dict(orjson.loads(tool.parameters))
     # References start at the root, which is not the parameters' own any more.
-    hoisted = {key: parameters.pop(key) for key in ("$defs", "definitions") if key in parameters}
+    parameters = _moved(orjson.loads(tool.parameters), "#/properties/arguments")
+    hoisted = {key: parameters.pop(key) for key in _HOISTED if key in parameters}
     parameters.pop("$schema", None)
     return {
         "x-guidance": _FORMAT,
@@ -162,3 +163,18 @@ def _call_schema(tool: Tool) -> dict[str, Any]:
         "additionalProperties": False,
         **hoisted,
     }
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """The schema with references to its own root ("#", "#/properties/a") led to `place`, where
+    that will be; those to definitions stay, which stand at the root again."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _moved(item, place) for key, item in schema.items()}
+    target = found.get("$ref")
+    at_root = tuple(f"#/{key}/" for key in _HOISTED)
+    if isinstance(target, str) and (target == "#" or target.startswith("#/")):
+        found["$ref"] = target if target.startswith(at_root) else place + target[1:]
+    return found

@@ -18,6 +18,8 @@ ONE = (
 )
 TWO = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 
+UNCLOSED = ONE.removesuffix("\n</tool_call>")
+
 Read = tuple[str, list[tuple[str, str]], bool]
 
 
@@ -52,6 +54,10 @@ def cut(text: str, size: int) -> list[str]:
         ("<tool_call>no JSON</tool_call> so", "<tool_call>no JSON</tool_call> so", []),
         ("<tool_call>\nnever closed", "<tool_call>\nnever closed", []),
         ("a <tool_call", "a <tool_call", []),
+        (f"{UNCLOSED}\n{TWO}", "", ["weather", "stop"]),
+        (f"{UNCLOSED}\nAlso:\n{TWO}", "Also:", ["weather", "stop"]),
+        (f"{UNCLOSED}\nThat is all.", "That is all.", ["weather"]),
+        (UNCLOSED, "", ["weather"]),
         ("text \n", "text \n", []),
     ],
 )

@@ -99,6 +99,34 @@ def test_free_calls_of_a_strict_tool_fit_its_schema() -> None:
     assert use.constraint.trial == Grammar(GrammarKind.LARK, call_grammar([use.tools[0]], False))
 
 
+@pytest.mark.parametrize(
+    ("ref", "fits", "fits_not"),
+    [
+        ("#", {"city": "Bern", "next": {"city": "Ulm"}}, {"city": "Bern", "next": {}}),
+        ("#/properties/city", {"city": "Bern", "next": "Ulm"}, {"city": "Bern", "next": "Rome"}),
+        ("#/$defs/City", {"city": "Bern", "next": "Ulm"}, {"city": "Bern", "next": "Rome"}),
+    ],
+)
+def test_references_to_the_root_are_to_the_parameters_own(
+    ref: str, fits: dict[str, Any], fits_not: dict[str, Any]
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/City"}, "next": {"$ref": ref}},
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"City": {"enum": ["Bern", "Ulm"]}},
+    }
+    use = read(tools=[tool(parameters=schema)], tool_choice="required")
+
+    def made(arguments: dict[str, Any]) -> str:
+        body = json.dumps({"name": "weather", "arguments": arguments})
+        return f"<tool_call>\n{body}\n</tool_call>"
+
+    assert accepts(use, made(fits))
+    assert not accepts(use, made(fits_not))
+
+
 def test_one_call_at_most_is_a_rule_for_free_calls_too() -> None:
     for more in ({}, {"tool_choice": "auto"}):
         use = read(tools=[tool()], parallel_tool_calls=False, **more)
