@@ -93,6 +93,11 @@ def completion_request(
 
 def generation(options: dict[str, Any]) -> pb.GenerationOptions:
     """Raises EpdError for options that there are none of."""
+    if isinstance(stop := options.get("stop"), str):
+        options = {**options, "stop": [stop]}  # as over HTTP; protobuf would take its letters
+    if isinstance(options.get("guided_choice"), str):
+        reason = "options: guided_choice is a list of texts"
+        raise EpdError(ErrorKind.INVALID_REQUEST, reason, param="options.guided_choice")
     try:
         return pb.GenerationOptions(**options)
     except (ValueError, TypeError) as error:

@@ -47,6 +47,18 @@ async def test_async(house: House) -> None:
     assert (model.id, model.input_modalities) == ("demo", ("text", "image"))
 
 
+async def test_one_stop_string_is_one(house: House) -> None:
+    async with AsyncClient(house.grpc) as client:
+        answer = await client.chat([user("what?")], stop="never said")
+        assert answer.text == said(house)
+        stop = said(house)[2:4]
+        answer = await client.chat([user("what?")], stop=stop)
+        assert answer.text == said(house).partition(stop)[0]
+        with pytest.raises(EpdError) as caught:
+            await client.chat([user("what?")], guided_choice="yes")
+        assert caught.value.param == "options.guided_choice"
+
+
 async def test_sync(house: House) -> None:
     def talk() -> tuple[Any, str]:
         with Client(house.grpc, timeout_s=20) as client:
