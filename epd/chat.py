@@ -37,6 +37,7 @@ class Client:
     model: str = ""
     temperature: float = 0.0
     max_tokens: int | None = None
+    api_key: str = ""
 
     def answer(self, messages: list[Message]) -> Iterator[str]:
         """Pieces of the answer as they arrive.
@@ -61,23 +62,31 @@ class Client:
                     yield piece
 
     def _served_model(self) -> str:
-        listed = json.loads(self._request("GET", "/models").read())["data"]
+        try:
+            listed = json.loads(self._request("GET", "/models").read())["data"]
+        except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
+            raise ChatFailure(f"no gateway at {self.url}: its list of models is none") from error
         if not listed:
             raise ChatFailure(f"{self.url} serves no model yet")
         self.model = str(listed[0]["id"])
         return self.model
 
     def _request(self, method: str, path: str, body: str | None = None) -> http.client.HTTPResponse:
-        parts = urlsplit(self.url)
-        secure = parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         try:
+            parts = urlsplit(self.url)
+            if parts.scheme not in ("http", "https"):
+                raise ValueError("a URL begins with http:// or https://")
+            secure = parts.scheme == "https"
+            kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
             connection = kind(parts.netloc, timeout=_TIMEOUT_S)
             headers = {"Content-Type": "application/json"}
+            if self.api_key:
+                headers["Authorization"] = f"Bearer {self.api_key}"
             connection.request(method, parts.path.rstrip("/") + path, body, headers)
             response = connection.getresponse()
-        except OSError as error:
-            raise ChatFailure(f"no gateway at {self.url}: {error}") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = str(error) or type(error).__name__
+            raise ChatFailure(f"no gateway at {self.url}: {reason}") from error
         if response.status != 200:
             raise ChatFailure(_reason(response))
         return response
@@ -106,7 +115,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
                 if data == b"[DONE]":
                     return
                 yield json.loads(data)
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise ChatFailure(f"the answer broke off: {error}") from error
     raise ChatFailure("the answer broke off")
 

@@ -145,11 +145,14 @@ def chat(
     model: Annotated[str, typer.Option(help="Model id; empty: the one that is served.")] = "",
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer in tokens.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    api_key: Annotated[
+        str, typer.Option(envvar="EPD_API_KEY", help="Where the gateway has gateway.api_keys.")
+    ] = "",
 ) -> None:
     """Ask a running gateway from the terminal, with pictures."""
     from epd.chat import Client, converse
 
-    client = Client(url, model, temperature=temperature, max_tokens=max_tokens)
+    client = Client(url, model, temperature=temperature, max_tokens=max_tokens, api_key=api_key)
     raise typer.Exit(converse(client, question, image or []))
 
 

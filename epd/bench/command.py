@@ -110,6 +110,9 @@ def _run(flags: dict[str, Any], api_key: str) -> None:
     named = parse.pairs(flags["target"], "target")
     if not named:
         raise invalid("give at least one --target NAME=URL", "target")
+    for flag in ("json", "plot"):
+        if flags[flag]:
+            report.require_place(flags[flag], flag)
     results = asyncio.run(_measure(named, plan, flags, api_key))
     typer.echo("\n" + report.tables(results))
     if flags["json"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from typing import Any
 
@@ -65,7 +66,7 @@ def numbers(text: str, name: str) -> list[float]:
         values = [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
         values = [0.0]
-    if any(not value > 0 for value in values):
+    if any(not 0 < value < math.inf for value in values):
         raise invalid(f"--{name} {text}: write numbers above 0, with commas", name)
     return values
 

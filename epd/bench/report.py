@@ -13,8 +13,10 @@ import orjson
 
 from epd.bench.campaign import Results
 from epd.bench.machine import environment
+from epd.errors import invalid
 
 SCHEMA = 1
+_SECRET = "--api-key"
 _MS = 1e3
 
 
@@ -27,7 +29,7 @@ def document(results: Results, targets: Mapping[str, Any], workload: Mapping[str
     ]
     whole = {
         "schema": SCHEMA,
-        "command": shlex.join(["epd", *sys.argv[1:]]),
+        "command": command(sys.argv[1:]),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "environment": environment(),
         "targets": targets,
@@ -37,6 +39,33 @@ def document(results: Results, targets: Mapping[str, Any], workload: Mapping[str
         "requests": rows,
     }
     return orjson.dumps(whole, option=orjson.OPT_INDENT_2)
+
+
+def command(arguments: Sequence[str]) -> str:
+    """As it was typed, but for keys: results are passed on."""
+    shown, hidden = ["epd"], False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        secret = bool(equals) and name == _SECRET
+        shown.append(f"{_SECRET}=..." if secret else "..." if hidden else argument)
+        hidden = argument == _SECRET
+    return shlex.join(shown)
+
+
+def require_place(path: Path, flag: str) -> None:
+    """Before an hour of measuring: whether its results can be written.
+
+    Raises:
+        EpdError: they can't; it names the flag.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise invalid(f"--{flag} {path}: {error.strerror}", flag) from error
 
 
 def write(path: Path, content: bytes) -> None:

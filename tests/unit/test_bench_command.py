@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from epd.bench.ceiling import scripted_server
+from epd.bench.report import command
 from epd.cli import app
 
 
@@ -56,6 +57,40 @@ def test_a_trace(tmp_path: Path) -> None:
         for kind, count in (("", 4), ("chat", 2), ("picture", 2))
     ]
     assert all(row["good_share"] == 1.0 for row in rows)
+
+
+def test_the_key_is_in_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "run.json"
+    with scripted_server(2) as url:
+        arguments = ["bench", "--target", f"one={url}", "--requests", "1", "--rounds", "1"]
+        arguments += ["--api-key", "sk-secret", "--json", str(out)]
+        monkeypatch.setattr("sys.argv", ["epd", *arguments])
+        result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert b"sk-secret" not in out.read_bytes()
+    assert "--api-key ... --json" in json.loads(out.read_text())["command"]
+    assert command(["bench", "--api-key=sk-secret"]) == "epd bench --api-key=..."
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--json", "{taken}/run.json"], "--json"),
+        (["--plot", "/dev/null/run.png"], "--plot"),
+        (["--concurrency", "inf"], "--concurrency"),
+        (["--rate", "nan"], "--rate"),
+    ],
+)
+def test_what_can_not_be_is_said_before_anything_is_measured(
+    tmp_path: Path, flags: list[str], named: str
+) -> None:
+    taken = tmp_path / "file"
+    taken.touch()
+    wanted = [flag.format(taken=taken) for flag in flags]
+    # Nobody listens there: who measured first would say so.
+    arguments = ["bench", "--target", "one=http://127.0.0.1:9/v1", *wanted]
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.output.startswith(f"epd bench: {named}")) == (2, True)
 
 
 def test_the_ceiling() -> None:

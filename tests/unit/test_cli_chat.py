@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from epd.chat import ChatFailure, Client, converse, user_message
+from epd.cli import app
 
 PNG = b"\x89PNG\r\n\x1a\n rest"
 
@@ -23,10 +25,12 @@ class StandIn(BaseHTTPRequestHandler):
     server: StandInServer
 
     def do_GET(self) -> None:
+        self.server.keys.append(self.headers["Authorization"])
         self._send(200, json.dumps({"data": [{"id": "the-model"}]}).encode())
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.keys.append(self.headers["Authorization"])
         self.server.asked.append(json.loads(body))
         self._send(self.server.status, self.server.answer)
 
@@ -46,6 +50,7 @@ class StandInServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), StandIn)
         self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
 
     @property
     def url(self) -> str:
@@ -136,6 +141,34 @@ def test_nobody_there(server: StandInServer, capsys: pytest.CaptureFixture[str])
     unused = "http://127.0.0.1:9/v1"
     assert converse(Client(unused), "?", []) == 1
     assert f"no gateway at {unused}" in capsys.readouterr().err
+
+
+def test_the_key_is_sent_where_there_is_one(
+    server: StandInServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPD_API_KEY", "sk-1")
+    for arguments in ([], ["--api-key", "sk-2"]):
+        result = CliRunner().invoke(app, ["chat", "--url", server.url, "?", *arguments])
+        assert result.exit_code == 0, result.output
+    converse(Client(server.url), "?", [])
+    assert server.keys == ["Bearer sk-1"] * 2 + ["Bearer sk-2"] * 2 + [None] * 2
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:x/v1", "127.0.0.1:8000", "http://[::1/v1"])
+def test_what_is_no_url_is_said_in_a_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert converse(Client(url), "?", []) == 1
+    assert capsys.readouterr().err.startswith(f"epd chat: no gateway at {url}: ")
+
+
+def test_something_else_answers(
+    server: StandInServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(StandIn, "do_GET", lambda self: self._send(200, b"<html>"))
+    assert converse(Client(server.url), "?", []) == 1
+    assert "no gateway" in capsys.readouterr().err
+    server.answer = b"data: <html>\n\n"
+    with pytest.raises(ChatFailure, match="broke off"):
+        list(Client(server.url, "m").answer([user_message("?", [])]))
 
 
 def test_a_missing_picture_is_named(capsys: pytest.CaptureFixture[str]) -> None:
