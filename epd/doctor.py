@@ -30,9 +30,9 @@ _IMPORTS = ("torch", "transformers", "mooncake.engine")
 _IMPORT_LIMIT_S = 120.0
 _MIB = 1 << 20
 _PROCESS_MIB = 350
+"""Memory of one worker beside its weights and pools (interpreter and libraries)."""
 _IMPORTS_MIB, _FORK_MIB = 250, 100
 """Of the processes of `epd serve`, where they share their imports: once, and each."""
-"""Memory of one worker beside its weights and pools (interpreter and libraries)."""
 
 
 class Level(StrEnum):
@@ -169,6 +169,7 @@ def _wheel(device: str) -> Finding:
 
 def _ports(config: Config) -> Iterator[Finding]:
     """Whether `epd serve` can have the ports that the configuration names."""
+    from epd.addresses import joined
     from epd.preflight import tried
     from epd.supervisor import fixed_ports
 
@@ -177,7 +178,7 @@ def _ports(config: Config) -> Iterator[Finding]:
             detail = problem.message.removeprefix(f"{key}: ")
             yield Finding(key, Level.MISSING, detail)
         else:
-            yield Finding(key, Level.OK, f"{host}:{port} is free")
+            yield Finding(key, Level.OK, f"{joined(host, port)} is free")
 
 
 def _memory(config: Config) -> Finding:

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterable
 from contextlib import ExitStack
 
+from epd.addresses import joined
 from epd.config import Config, GatewayConfig, WorkerConfig
 from epd.errors import EpdError, invalid
 from epd.rpc import tls
@@ -85,7 +86,7 @@ def tried(ports: Iterable[Port]) -> list[tuple[Port, EpdError | None]]:
 
 def why_not(host: str, port: int, error: OSError) -> str:
     """Why an address can't be listened on, and what to do."""
-    return f"{host}:{port}: {error.strerror}; stop what has it, or choose another"
+    return f"{joined(host, port)}: {error.strerror}; stop what has it, or choose another"
 
 
 def _require_checkpoint(path: str) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from epd import preflight
+from epd.addresses import joined
 from epd.background import until_stop
 from epd.child import Child, StartFailure, child_environment, say
 from epd.config import Config, ServeConfig, WorkerConfig
@@ -83,7 +84,7 @@ class Supervisor:
             # All other keys of this section are the supervisor's own business.
             self.gateway.settings["serve.encode"] = "0"
         for worker in self.workers:
-            worker.settings["worker.gateways"] = f"{_reachable(host)}:{port}"
+            worker.settings["worker.gateways"] = joined(_reachable(host), int(port))
         _say(f"starting {', '.join(child.name for child in self.children)}")
         for child in self.children:
             await child.start(self._forks, self._environ)
@@ -276,14 +277,14 @@ def _why_not_ready(address: str) -> str | None:
 
 def _free_port(host: str) -> int:
     """A port that nobody listens on now."""
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def _reachable(host: str) -> str:
     """An address of this machine to dial for one that was listened on."""
-    return _LOOPBACK if host == "0.0.0.0" else host
+    return {"0.0.0.0": _LOOPBACK, "::": "::1"}.get(host, host)
 
 
 def _where(child: Child) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from epd.addresses import joined
 from epd.config import GatewayConfig
 from epd.errors import invalid
 from gateway import tls
@@ -35,7 +36,7 @@ class HttpServer:
     def __init__(self, app: FastAPI, config: GatewayConfig) -> None:
         self._socket = _listen(config.host, config.http_port)
         bound = self._socket.getsockname()
-        self.address = f"{config.host}:{bound[1]}"
+        self.address = joined(config.host, bound[1])
         self._bounds = Bounds(
             config.max_connections, config.head_s, config.head_bytes, config.slow_reader_s
         )

@@ -14,6 +14,7 @@ import orjson
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from epd.addresses import joined
 from epd.errors import invalid
 from epd.obs import metrics
 
@@ -43,7 +44,7 @@ class ObservationServer:
             self._server = await asyncio.start_server(self._serve, host, port, limit=_MAX_LINE)
         except OSError as error:
             raise invalid(f"{key}: can't listen on {host}:{port}: {error.strerror}", key) from error
-        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        return joined(host, self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
         if self._server is not None:

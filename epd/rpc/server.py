@@ -13,6 +13,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from epd.addresses import joined
 from epd.config import RpcConfig
 from epd.errors import EpdError, ErrorKind, invalid, without_frames
 from epd.obs import metrics
@@ -74,16 +75,17 @@ class Server:
         Raises:
             EpdError: the address is in use or not ours.
         """
+        wanted = joined(host, port)
         try:
             if credentials is None:
-                bound = self.grpc.add_insecure_port(f"{host}:{port}")
+                bound = self.grpc.add_insecure_port(wanted)
             else:
-                bound = self.grpc.add_secure_port(f"{host}:{port}", credentials)
+                bound = self.grpc.add_secure_port(wanted, credentials)
         except RuntimeError as error:
-            raise invalid(f"{key}: can't listen on {host}:{port}", key) from error
+            raise invalid(f"{key}: can't listen on {wanted}", key) from error
         await self.set_serving(False)
         await self.grpc.start()
-        return f"{host}:{bound}"
+        return joined(host, bound)
 
     async def set_serving(self, serving: bool) -> None:
         """Set health; cheap when nothing changes."""
@@ -164,4 +166,7 @@ class TypedErrors(HandlerInterceptor):
                 await context.abort(code, message, (*metadata, *named))
         except TimeoutError:
             logger.warning("the peer takes no status", extra={"cut_off": cut_off()})
+            raise asyncio.CancelledError from None
+        except grpc.aio.InternalError:
+            # gRPC itself has ended the call, with its own status (a message too large).
             raise asyncio.CancelledError from None

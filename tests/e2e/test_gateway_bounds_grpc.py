@@ -179,3 +179,20 @@ async def test_a_reader_that_never_reads_is_cut_off(
             while await call.read() is not grpc.aio.EOF:
                 pass
         assert caught.value.code() is grpc.StatusCode.CANCELLED
+
+
+async def test_what_unfolds_to_too_much_is_refused_without_a_word(
+    loaded: Loaded, caplog: pytest.LogCaptureFixture
+) -> None:
+    """grpc unfolds no more than the limit, and ends the call itself."""
+    async with (
+        opened(loaded) as house,
+        grpc.aio.insecure_channel(house.grpc) as channel,
+    ):
+        stub = gateway_pb2_grpc.GatewayStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Chat(ask("a" * (8 << 20)), compression=grpc.Compression.Gzip).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        answer = stub.Chat(ask("a"), compression=grpc.Compression.Gzip)
+        assert [event async for event in answer][-1].HasField("finished")
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]

@@ -18,7 +18,7 @@ from epd.config import RpcConfig
 from epd.errors import EpdError, ErrorKind
 from epd.obs import metrics
 from epd.rpc.channels import dial
-from epd.rpc.server import Server
+from epd.rpc.server import Server, TypedErrors
 from epd.rpc.status import from_rpc_error
 from epd.runtime.mailbox import Mailbox
 from epd.runtime.streams import Streams, deadline, next_message, read_into
@@ -122,6 +122,23 @@ async def test_a_message_over_the_limit_is_refused_not_answered() -> None:
 
     async with serving(read, limit=1 << 16) as (_, channel):
         assert (await failed(channel, size=1 << 17)).kind is ErrorKind.OVERLOADED
+
+
+async def test_a_call_that_grpc_has_ended_itself_gets_no_second_status() -> None:
+    """As for a compressed message that unfolds to too much: the read ends, and the status is
+    gRPC's."""
+
+    class Ended:
+        async def abort(self, *status: Any) -> None:
+            raise grpc.aio.InternalError("Failed grpc_call_start_batch: 8")
+
+    async def refuse(_: Any, context: Any) -> None:
+        raise EpdError(ErrorKind.INVALID_REQUEST, "there is no message")
+
+    made = grpc.stream_stream_rpc_method_handler(refuse)
+    handler = TypedErrors("decode").around(f"/{SERVICE}/Run", made)
+    with pytest.raises(asyncio.CancelledError):
+        await handler.stream_stream(None, Ended())
 
 
 async def test_health_follows_set_serving_for_server_and_service() -> None:
