@@ -43,6 +43,8 @@ from protos.epd.v1 import gateway_pb2_grpc, membership_pb2_grpc
 
 _log = logging.getLogger(__name__)
 _MEMBERSHIP = "epd.v1.Membership"
+_SHOWN_HEADERS = ("x-request-id", "x-client-request-id", "retry-after", "x-should-retry")
+"""Of answers, to scripts of other pages: OpenAI's client goes by the last two."""
 _PRUNE_S = 5.0
 _CLOSE_S = 20.0
 """Teardowns are bounded one by one; this is for what nobody thought of."""
@@ -121,7 +123,7 @@ class Gateway:
                 # Any: OpenAI's own client sends a dozen of its own. Who may call is decided
                 # by the origin and the key, which pages send themselves (there are no cookies).
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "x-client-request-id", "retry-after"],
+                expose_headers=_SHOWN_HEADERS,
             )
         self.app.add_middleware(RequestLog)
         self._membership = Server(

@@ -204,6 +204,8 @@ async def test_cors_is_off_until_configured(loaded: Loaded) -> None:
     async with opened(loaded, **settings) as house, aiohttp.ClientSession() as session:
         reply = await session.options(f"http://{house.http}{CHAT}", headers=wanted)
         assert reply.headers["access-control-allow-origin"] == "https://a.example"
+        refused = await session.post(f"http://{house.http}{CHAT}", headers=wanted)
+        assert "x-should-retry" in refused.headers["access-control-expose-headers"]
         other = {**wanted, "origin": "https://b.example"}
         reply = await session.options(f"http://{house.http}{CHAT}", headers=other)
         assert "access-control-allow-origin" not in reply.headers

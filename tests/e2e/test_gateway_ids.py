@@ -216,7 +216,7 @@ async def test_pages_may_send_and_read_what_clients_need(
             assert reply.status == status
             assert reply.headers["access-control-allow-origin"] == "https://a.example"
             exposed = reply.headers["access-control-expose-headers"].split(", ")
-            assert set(exposed) == {*NAMES, "retry-after"}
+            assert set(exposed) == {*NAMES, "retry-after", "x-should-retry"}
             assert NAMES[0] in reply.headers
         foreign = {**wanted, "origin": "https://b.example"}
         assert (await session.options(url, headers=foreign)).status == 400
