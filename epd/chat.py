@@ -84,9 +84,10 @@ class Client:
                 headers["Authorization"] = f"Bearer {self.api_key}"
             connection.request(method, parts.path.rstrip("/") + path, body, headers)
             response = connection.getresponse()
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = str(error) or type(error).__name__
-            raise ChatFailure(f"no gateway at {self.url}: {reason}") from error
+        except (OSError, ValueError, http.client.InvalidURL) as error:
+            raise ChatFailure(f"no gateway at {self.url}: {error}") from error
+        except http.client.HTTPException as error:  # it quotes what came, whatever that is
+            raise ChatFailure(f"no gateway at {self.url}: no HTTP there") from error
         if response.status != 200:
             raise ChatFailure(_reason(response))
         return response

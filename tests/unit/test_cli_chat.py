@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -158,6 +159,22 @@ def test_the_key_is_sent_where_there_is_one(
 def test_what_is_no_url_is_said_in_a_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert converse(Client(url), "?", []) == 1
     assert capsys.readouterr().err.startswith(f"epd chat: no gateway at {url}: ")
+
+
+def test_what_speaks_no_http_is_not_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.sendall(b"\x00\x1b[31m\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        assert converse(Client(url), "?", []) == 1
+        thread.join()
+    assert capsys.readouterr().err == f"epd chat: no gateway at {url}: no HTTP there\n"
 
 
 def test_something_else_answers(
