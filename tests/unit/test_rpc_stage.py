@@ -96,7 +96,7 @@ async def test_a_worker_does_not_outlive_its_pulse(
 
     monkeypatch.setattr(stage_module, "pulse", broken)
     with pytest.raises(ZeroDivisionError):
-        async with running(IdleWorker(), capsys) as (serving, _):
+        async with running(IdleWorker(Stage.DECODE), capsys) as (serving, _):
             await serving
 
 
