@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from epd.models.encoder import VisionEncoder
 from epd.models.lm import LanguageModel
 from tests.conftest import TinyCheckpoint
-from tests.parity.workers import BLOCK, COLD, Prompt, Trio, prompts
+from tests.parity.workers import BLOCK, COLD, Prompt, Trio, prompts, unless_it_leaves
 
 FAMILY = "qwen3_vl"
 _PROMPTS = 14
@@ -109,14 +109,8 @@ async def _visit(trio: Trio, house: House, guest: Guest) -> list[Any] | None:
     """What was said, or None to one that left."""
     await asyncio.sleep(guest.comes_ms / 1e3)
     waits = [wait / 1e3 for wait in guest.pictures_ms]
-    asking = asyncio.create_task(trio.ask(house.asked[guest.case], waits=waits, clean=guest.clean))
-    if guest.leaves_ms is not None:
-        await asyncio.wait({asking}, timeout=guest.leaves_ms / 1e3)
-        if not asking.done():
-            asking.cancel()
-            await asyncio.wait({asking})
-            return None
-    return await asking
+    asking = trio.ask(house.asked[guest.case], waits=waits, clean=guest.clean)
+    return await unless_it_leaves(asking, guest.leaves_ms)
 
 
 def _schedules(examples: int) -> Any:

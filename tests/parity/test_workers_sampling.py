@@ -33,7 +33,7 @@ from epd.sampling.sampler import Sampler
 from epd.sampling.state import SamplerState
 from tests.e2e.cluster import DEMO_CHECKPOINT
 from tests.parity.split import Request, Worker
-from tests.parity.workers import BLOCK, Pair, Prompt, Visit, prompts
+from tests.parity.workers import BLOCK, Pair, Prompt, Visit, prompts, unless_it_leaves
 from tests.unit.fake_stage import decode_job, prefill_job
 
 Answer = tuple[list[SampledToken], FinishReason]
@@ -215,14 +215,8 @@ async def play(house: House, waves: list[list[Guest]], **drawn: Any) -> Workers:
 async def _visit(workers: Workers, house: House, guest: Guest) -> Answer | None:
     await asyncio.sleep(guest.comes_ms / 1e3)
     params = house.params(guest.option)
-    asking = asyncio.create_task(workers.answer(house.asked[guest.case], params))
-    if guest.leaves_ms is not None:
-        await asyncio.wait({asking}, timeout=guest.leaves_ms / 1e3)
-        if not asking.done():
-            asking.cancel()
-            await asyncio.wait({asking})
-            return None
-    return await asking
+    asking = workers.answer(house.asked[guest.case], params)
+    return await unless_it_leaves(asking, guest.leaves_ms)
 
 
 async def test_every_option_at_once_in_pools_that_are_too_small(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
@@ -29,6 +29,8 @@ from prefill.worker import PrefillWorker
 from tests.unit.fake_stage import FakeMemory, config, decode_job, prefill_job
 from tests.unit.pictures import noise
 from tests.waiting import LIMIT_S, until
+
+T = TypeVar("T")
 
 BLOCK, TOKENS, ROWS = 8, 14, 4
 COLD = {"prefill__prefix_cache": False, "prefill__embedding_cache": False}
@@ -266,6 +268,18 @@ class Trio(Pair):
         await super()._leave(visit, clean)
         for ticket in visit.encodes.values():
             self.encode.close(ticket, clean=clean)
+
+
+async def unless_it_leaves(asking: Coroutine[Any, Any, T], leaves_ms: int | None) -> T | None:
+    """What was said, or None to a client that left before."""
+    task = asyncio.create_task(asking)
+    if leaves_ms is not None:
+        await asyncio.wait({task}, timeout=leaves_ms / 1e3)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+            return None
+    return await task
 
 
 class Files:
