@@ -7,9 +7,15 @@ nowhere fence what must not become a control token.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from epd.errors import invalid
+
+
+_PRIVATE = range(0xF0000, 0xFFFFE)
+"""Characters that nobody writes: plane 15's private ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +26,19 @@ class Marks:
     end: str
 
     @classmethod
-    def unused_in(cls, texts: Iterable[str]) -> Marks:
+    def unused_in(cls, texts: Sequence[str], param: str) -> Marks:
+        """
+        Raises:
+            EpdError: no two characters are free; `param` holds the texts.
+        """
+        first, second = map(chr, _PRIVATE[:2])
+        if not any(first in text or second in text for text in texts):
+            return cls(first, second)
         used = set().union(*texts)
-        free = (chr(point) for point in range(0xF0000, 0xFFFFE) if chr(point) not in used)
-        return cls(next(free), next(free))
+        free = [mark for mark in map(chr, _PRIVATE) if mark not in used][:2]
+        if len(free) < 2:
+            raise invalid(f"{param}: the text has every private character of plane 15", param)
+        return cls(*free)
 
     def wrap(self, text: str) -> str:
         return f"{self.start}{text}{self.end}"

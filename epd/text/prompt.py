@@ -105,13 +105,15 @@ class PromptBuilder:
         ]
         if max_tokens is not None:
             check_could_fit(texts, max_tokens, self._longest_token, "messages")
-        marks = Marks.unused_in([*texts, self._template.source])
+        marks = Marks.unused_in([*texts, self._template.source], "messages")
         rendered = self._template.render(messages, marks, tools)
-        if self._count_placeholders(rendered, marks) != len(sizes):
+        pieces = marks.split(rendered)
+        if self._count_placeholders(pieces) != len(sizes):
             raise self._left_out(messages, marks, tools)
         plans = [self._planned(size, len(sizes)) for size in sizes]
         shown = [plan.replacement for plan in plans]
-        ids = self._tokenise(rendered, marks, shown, max_tokens, "messages")
+        special = self._adds_special(rendered)
+        ids = self._tokenise(pieces, special, shown, max_tokens, "messages")
         rows = sum(plan.rows for plan in plans)
         if ids.count(self._image_token_id) != rows:
             raise invalid("the text can't be told from image placeholders", "messages")
@@ -128,9 +130,10 @@ class PromptBuilder:
         """
         if max_tokens is not None:
             check_could_fit([text], max_tokens, self._longest_token, "prompt")
-        marks = Marks.unused_in([text])
+        marks = Marks.unused_in([text], "prompt")
         marked = self._template.controls.mark(text, marks)
-        ids = self._tokenise(marked, marks, [], max_tokens, "prompt")
+        special = self._adds_special(marked)
+        ids = self._tokenise(marks.split(marked), special, [], max_tokens, "prompt")
         return PromptPlan(tuple(ids), ())
 
     def _planned(self, size: ImageSize, images: int) -> PlannedItem:
@@ -142,23 +145,26 @@ class PromptBuilder:
 
     # --- images ----------------------------------------------------------------------
 
-    def _count_placeholders(self, rendered: str, marks: Marks) -> int:
-        pieces = marks.split(rendered)
+    def _count_placeholders(self, pieces: Sequence[tuple[str, bool]]) -> int:
         return sum(len(self._placeholder.findall(text)) for text, plain in pieces if not plain)
 
     def _left_out(
         self, messages: Sequence[ChatMessage], marks: Marks, tools: Sequence[Tool]
     ) -> EpdError:
         """Name the first image that the template doesn't show where it stands."""
-        whole = self._count_placeholders(self._template.render(messages, marks, tools), marks)
+
+        def shown(conversation: Sequence[ChatMessage]) -> int:
+            rendered = self._template.render(conversation, marks, tools)
+            return self._count_placeholders(marks.split(rendered))
+
+        whole = shown(messages)
         for i, message in enumerate(messages):
             for j, part in enumerate(message.parts):
                 if not isinstance(part, ImagePart):
                     continue
                 fewer = replace(message, parts=(*message.parts[:j], *message.parts[j + 1 :]))
                 others = [*messages[:i], fewer, *messages[i + 1 :]]
-                without = self._template.render(others, marks, tools)
-                if self._count_placeholders(without, marks) != whole - 1:
+                if shown(others) != whole - 1:
                     reason = f"this model takes no image in a {message.role} message"
                     return invalid(reason, f"messages[{i}].content[{j}]")
         return invalid("the chat template doesn't show every image once", "messages")
@@ -167,21 +173,23 @@ class PromptBuilder:
 
     def _tokenise(
         self,
-        rendered: str,
-        marks: Marks,
+        pieces: Sequence[tuple[str, bool]],
+        add_special: bool,
         replacements: Sequence[str],
         max_tokens: int | None,
         param: str,
     ) -> list[int]:
         left = iter(replacements)
-        pieces = [
+        expanded = [
             (text if plain else self._placeholder.sub(lambda _: next(left), text), plain)
-            for text, plain in marks.split(rendered)
+            for text, plain in pieces
         ]
+        return self._words.ids(expanded, add_special, max_tokens, param)
+
+    def _adds_special(self, text: str) -> bool:
+        """As in transformers: a template that writes the first token itself gets no other."""
         bos = self._tokenizer.bos_token
-        # As in transformers: a template that writes the first token itself gets no other.
-        add_special = not (bos and rendered.startswith(bos))
-        return self._words.ids(pieces, add_special, max_tokens, param)
+        return not (bos and text.startswith(bos))
 
 
 def _texts(messages: Sequence[ChatMessage]) -> Iterable[str]:

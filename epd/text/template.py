@@ -106,7 +106,7 @@ class ChatTemplate:
         if "<tool_call>" not in self.source:
             return False
         user = ChatMessage("user", (TextPart("a"),))
-        marks = Marks.unused_in([self.source])
+        marks = Marks.unused_in([self.source], "model.path")
         try:
             return _PROBE in self.render([user], marks, [Tool(_PROBE, "", "{}")])
         except EpdError:

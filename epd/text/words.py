@@ -24,10 +24,16 @@ _REMEMBERED = 4096
 
 
 class TextTokenizer:
-    """Wraps transformers' fast tokenizer. Not thread-safe where that isn't."""
+    """The Rust tokenizer within transformers' fast one, without the checks and the copies
+    around it, which take longer than a short text. Not thread-safe where that isn't."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._backend = backend = tokenizer.backend_tokenizer
+        # As transformers does before each call that says nothing of these.
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = tokenizer.split_special_tokens
         self._plain: dict[str, list[int]] = {}
 
     def ids(
@@ -46,8 +52,7 @@ class TextTokenizer:
         """
         if len(pieces) == 1 and not pieces[0][1]:
             self._check_fits(pieces[0][0], max_tokens, param)
-            ids: list[int] = self._tokenizer(pieces[0][0], add_special_tokens=add_special).input_ids
-            return ids
+            return self._encoded([pieces[0][0]], add_special)[0]
         ids = []
         for at in range(0, len(pieces), _BATCH):
             ids += self._batch(pieces[at : at + _BATCH], max_tokens, param)
@@ -62,8 +67,7 @@ class TextTokenizer:
         texts = [text for text, plain in pieces if not plain]
         for text in texts:
             self._check_fits(text, max_tokens, param)
-        found = self._tokenizer(texts, add_special_tokens=False).input_ids if texts else ()
-        left = iter(found)
+        left = iter(self._encoded(texts))
         return [
             i
             for text, plain in pieces
@@ -76,13 +80,17 @@ class TextTokenizer:
         if max_tokens is None or len(text) <= _LONG * max_tokens:
             return
         beginning = text[: _SAMPLE * max_tokens]
-        if len(self._tokenizer(beginning, add_special_tokens=False).input_ids) > max_tokens + _SEAM:
+        if len(self._encoded([beginning])[0]) > max_tokens + _SEAM:
             raise _too_long(max_tokens, param)
+
+    def _encoded(self, texts: list[str], add_special: bool = False) -> list[list[int]]:
+        found = self._backend.encode_batch_fast(texts, add_special_tokens=add_special)
+        return [one.ids for one in found]
 
     def _plain_ids(self, text: str, param: str) -> list[int]:
         if (known := self._plain.get(text)) is not None:
             return known
-        ids = _model_ids(self._tokenizer.backend_tokenizer, text)
+        ids = _model_ids(self._backend, text)
         if self._tokenizer.convert_tokens_to_ids(text) in ids:
             raise invalid(f"this tokenizer can't write {text!r} as plain text", param)
         if len(self._plain) < _REMEMBERED:
@@ -91,8 +99,7 @@ class TextTokenizer:
 
     def _frame(self) -> tuple[list[int], list[int]]:
         """Special ids that the tokenizer itself puts before and after a text."""
-        bare: list[int] = self._tokenizer("a", add_special_tokens=False).input_ids
-        framed: list[int] = self._tokenizer("a", add_special_tokens=True).input_ids
+        (bare,), (framed,) = self._encoded(["a"]), self._encoded(["a"], add_special=True)
         start = next(at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
         return framed[:start], framed[start + len(bare) :]
 
