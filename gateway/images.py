@@ -91,8 +91,11 @@ class PictureReader:
         if not sources:
             return []
         fetches = _Fetches(hold, salt)
-        tasks = [asyncio.create_task(self._one(s, len(sources), fetches)) for s in sources]
+        tasks: list[asyncio.Task[Picture]] = []
         try:
+            if len(sources) == 1:  # needs no task of its own
+                return [await self._one(sources[0], 1, fetches)]
+            tasks = [asyncio.create_task(self._one(s, len(sources), fetches)) for s in sources]
             return list(await asyncio.gather(*tasks))
         finally:
             for task in (*tasks, *fetches.tasks.values()):

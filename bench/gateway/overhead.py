@@ -1,6 +1,6 @@
 """What the gateway adds: a real gateway process before an engine that costs nothing.
 
-    python -m bench.gateway.overhead [CHECKPOINT] [--requests 40] [--json FILE]
+    python -m bench.gateway.overhead [CHECKPOINT] [--requests 40] [--pin] [--json FILE]
 
 - TTFT of a text, of a picture in a size seen before, of one in a new size. In turn with each
   request two floors are measured: the same client against a server that answers at once
@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import base64
 import json
+import os
 import random
 import statistics
 import time
@@ -149,6 +150,15 @@ def measure_idle(server: psutil.Process) -> float:
     return (cpu_s(server) - before) / _IDLE_S
 
 
+def _split_cores() -> str:
+    """This process and its children are kept off the core that is the gateway's; its name."""
+    own, *others = sorted(os.sched_getaffinity(0))
+    if not others:
+        raise SystemExit("--pin needs two cores")
+    os.sched_setaffinity(0, others)
+    return str(own)
+
+
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
 
@@ -159,10 +169,14 @@ def main() -> None:
     )
     parser.add_argument("checkpoint", type=Path, nargs="?", default=CHECKPOINT)
     parser.add_argument("--requests", type=int, default=40)
+    parser.add_argument(
+        "--pin", action="store_true", help="the gateway on a core of its own, all else on the rest"
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    own = _split_cores() if given.pin else ""
     with (
-        gateway(given.checkpoint) as (server, addresses),
+        gateway(given.checkpoint, own) as (server, addresses),
         child("-m", "bench.gateway.bare") as bare,
         engine(addresses, TOKENS, RATE) as stages,
     ):

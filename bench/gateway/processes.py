@@ -69,9 +69,13 @@ def child(*arguments: str) -> Iterator[tuple[psutil.Process, dict[str, Any]]]:
 
 
 @contextmanager
-def gateway(checkpoint: Path = CHECKPOINT) -> Iterator[tuple[psutil.Process, dict[str, Any]]]:
-    """The process and its addresses: any free ports, and room for all streams."""
-    with child("-m", "epd.cli", "gateway", str(checkpoint), *_SETTINGS) as found:
+def gateway(
+    checkpoint: Path = CHECKPOINT, cpus: str = ""
+) -> Iterator[tuple[psutil.Process, dict[str, Any]]]:
+    """The process and its addresses: any free ports, and room for all streams. It and its
+    helpers run on `cpus`, if any are named."""
+    pinned = ("--set", f"gateway.cpus={cpus}") if cpus else ()
+    with child("-m", "epd.cli", "gateway", str(checkpoint), *_SETTINGS, *pinned) as found:
         yield found
 
 

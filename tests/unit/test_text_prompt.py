@@ -253,3 +253,25 @@ def test_rows_are_counted_for_each_image(load: Load) -> None:
     assert plan.image_tokens == plan.token_ids.count(built.image_token_id)
     assert len(plan.items) == 2
     assert all(item.rows > 0 and len(item.grid) == 3 for item in plan.items)
+
+
+def test_a_text_may_have_private_characters_but_not_all(load: Load) -> None:
+    """Two that are not in it fence what looks like a control token."""
+    builder = load("qwen2_vl").builder
+    every = "".join(map(chr, range(0xF0000, 0xFFFFE)))
+    for text in (every[:-2], every[2:]):
+        assert builder.encode(text).token_ids
+    with pytest.raises(EpdError, match="every private character") as refused:
+        builder.build([message("user", every[:-1])], [])
+    assert (refused.value.kind, refused.value.param) == (ErrorKind.INVALID_REQUEST, "messages")
+
+
+def test_a_tokenizer_file_that_cuts_and_pads_does_neither(load: Load) -> None:
+    """transformers turns both off for each call that doesn't ask for them."""
+    found = load("qwen2_vl")
+    hf = copy.deepcopy(found.hf)
+    hf.tokenizer.backend_tokenizer.enable_truncation(2)
+    hf.tokenizer.backend_tokenizer.enable_padding(length=64)
+    builder = PromptBuilder(hf, found.image_token, found.image_token_id, found.plan)
+    text = "hello world, what is this?"
+    assert builder.encode(text) == found.builder.encode(text)
