@@ -92,7 +92,7 @@ async def test_a_connection_without_a_request_is_closed(loaded: Loaded, data: by
         reader, writer = await connect(house)
         task = asyncio.create_task(drip(writer, data))
         with soon(promised(8), instead_of="head_s as it is by default"):
-            await reader.read()
+            await until_end(reader)
         task.cancel()
         writer.close()
         await until(lambda: not server(house).connections)
