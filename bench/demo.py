@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 from bench.service import ROOT, ServiceFailure, end_on_sigterm, epd_service
 
@@ -109,7 +109,10 @@ def main() -> int:
     try:
         print("Starting gateway, encode, prefill and decode:")
         with epd_service(DEMO / "checkpoint", say=lambda line: print("  " + line)) as service:
-            client = OpenAI(base_url=service.url, api_key="none", timeout=60, max_retries=0)
+            direct = DefaultHttpxClient(trust_env=False)  # no http_proxy of the environment
+            client = OpenAI(
+                base_url=service.url, api_key="none", timeout=60, max_retries=0, http_client=direct
+            )
             for number in ASKED:
                 question = known[number]
                 print(f"\n  {' + '.join(question.pictures)}: {question.text}\n  > ", end="")

@@ -34,6 +34,8 @@ _LONGEST_PAUSE_S = 30.0
 _STEADY_AFTER_S = 60.0
 _KILL_MARGIN_S = 3.0
 _LOOPBACK = "127.0.0.1"
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Asks the gateway itself, not the http_proxy of the environment."""
 
 
 class Supervisor:
@@ -266,7 +268,7 @@ async def _run(config: Config) -> int:
 def _why_not_ready(address: str) -> str | None:
     """None when the gateway's /ready answers 200, else what it says."""
     try:
-        with urllib.request.urlopen(f"http://{address}/ready", timeout=5) as response:
+        with _OPENER.open(f"http://{address}/ready", timeout=5) as response:
             response.read()
             return None
     except urllib.error.HTTPError as error:

@@ -45,6 +45,9 @@ def client_options(config: RpcConfig) -> Options:
         # the peer's side of a handshake takes a while; who is dead, heartbeats say.
         ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", 1000),
+        # Parts of one service talk to each other, whatever http_proxy in the environment says:
+        # gRPC would ask it for every address, loopback too.
+        ("grpc.enable_http_proxy", 0),
         # Each worker's connection is its own: one hung peer holds up no other.
         ("grpc.use_local_subchannel_pool", 1),
     ]

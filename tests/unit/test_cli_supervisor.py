@@ -18,7 +18,8 @@ from epd import child as child_module
 from epd.config import ServeConfig
 from epd.config_sources import load_config
 from epd.errors import EpdError
-from epd.supervisor import Supervisor, planned
+from epd.obs.http import ObservationServer
+from epd.supervisor import Supervisor, _why_not_ready, planned
 from tests.waiting import block_until, until
 
 STAND_IN = """
@@ -112,6 +113,19 @@ async def test_starts_all_shows_them_and_stops_all(
     supervisor.stop()
     assert await serving == 0
     assert not any(map(alive, pids))
+
+
+async def test_the_gateway_is_asked_past_the_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    server = ObservationServer("gateway", dict, lambda: "")
+    address = await server.start("127.0.0.1", 0)
+    try:
+        assert await asyncio.to_thread(_why_not_ready, address) is None
+    finally:
+        await server.close()
 
 
 @pytest.mark.parametrize("role", ["gateway", "decode"])

@@ -43,6 +43,23 @@ async def late(address: str, wait_s: float) -> AsyncIterator[str]:
             task.cancel()
 
 
+async def test_no_proxy_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    server = Server("decode", ["epd.v1.Decode"], RpcConfig(), 1 << 20)
+    address = await server.start("127.0.0.1", 0)
+    await server.set_serving(True)
+    try:
+        async with dial(address, RpcConfig()) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        await server.stop(0)
+
+
 @pytest.mark.parametrize("wait_s", [0.0, 1.5])
 async def test_a_first_call_waits_for_a_slow_handshake(wait_s: float) -> None:
     server = Server("decode", ["epd.v1.Decode"], RpcConfig(), 1 << 20)
