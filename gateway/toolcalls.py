@@ -23,6 +23,7 @@ _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _TAG = re.compile(f"{OPEN}|{CLOSE}")
+_AGAIN = re.compile(rf"{OPEN}(?=\s*\{{)")
 _LONGEST_HEAD = 4096
 """A name that is longer is none: wait for the whole call and look at it then."""
 
@@ -52,6 +53,8 @@ class CallParser:
         """The arguments that are being passed on."""
         self._after_call = False
         """No content came since the last call."""
+        self._space = ""
+        """Stood before the tag: content where that turns out to begin no call."""
         self._started = 0
         self._ended = 0
 
@@ -72,12 +75,11 @@ class CallParser:
     def finish(self) -> list[Delta]:
         """The output is over: what was held back is let out."""
         found = list(self._scan(final=True))
-        if not self._inside or self.done:
-            return found
-        if self._object is None and self._buffer:
-            found += self._whole(self._buffer, closed=False)
-            self._buffer = ""
-        elif self.called:
+        while self._inside and self._object is None and not self.done:
+            body, self._buffer, self._inside = self._buffer, "", False
+            found += self._whole(body, closed=False)
+            found += self._scan(final=True)
+        if self._inside and self._object is not None and self.called and not self.done:
             self._leave(_beyond(self._buffer))
             found += self._scan(final=True)
         return found
@@ -97,7 +99,8 @@ class CallParser:
         text, found, rest = self._buffer.partition(OPEN)
         if found:
             self._inside, self._buffer = True, rest
-            text = text.rstrip()
+            bare = text.rstrip()
+            text, self._space = bare, text[len(bare) :]
         elif final:
             self._buffer = ""
         else:
@@ -108,6 +111,8 @@ class CallParser:
         if text:
             self._after_call = False
             yield text
+        elif self._after_call:
+            self._space = ""
 
     def _head(self) -> Iterator[Delta]:
         if head := _HEAD.match(self._buffer):
@@ -159,7 +164,20 @@ class CallParser:
                 yield self._start(value["name"], orjson.dumps(arguments).decode())
                 self._ended += 1
                 return
-        yield f"{OPEN}{body}{CLOSE if closed else ''}"
+        yield self._content(body, CLOSE if closed else "")
+
+    def _content(self, body: str, close: str) -> str:
+        """What stood behind a tag and is no call. At another tag in it one may begin: a model
+        may speak of calls before it makes one, or write the tag twice."""
+        self._after_call = False
+        if not (again := _AGAIN.search(body)):
+            return f"{self._space}{OPEN}{body}{close}"
+        before = body[: again.start()]
+        bare = before.rstrip()
+        text = f"{self._space}{OPEN}{bare}"
+        self._space = before[len(bare) :]
+        self._inside, self._buffer = True, f"{body[again.end() :]}{close}{self._buffer}"
+        return text
 
 
 class _JsonObject:

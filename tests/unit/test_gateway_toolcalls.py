@@ -53,7 +53,18 @@ def cut(text: str, size: int) -> list[str]:
         ('<tool_call>{"arguments": {"a": 1}, "name": "swapped"}</tool_call>', "", ["swapped"]),
         ("<tool_call>no JSON</tool_call> so", "<tool_call>no JSON</tool_call> so", []),
         ("<tool_call>\nnever closed", "<tool_call>\nnever closed", []),
+        ("Write <tool_call> first.", "Write <tool_call> first.", []),
+        ("a \n<tool_call>b</tool_call>\n c", "a \n<tool_call>b</tool_call>\n c", []),
+        ("\n<tool_call>b", "\n<tool_call>b", []),
+        (f"{ONE}\n<tool_call>b</tool_call> c", "<tool_call>b</tool_call> c", ["weather"]),
+        (f"a <tool_call>b</tool_call>\n{ONE}", "a <tool_call>b</tool_call>", ["weather"]),
+        (f"By <tool_call> I say:\n{ONE}\n{TWO}", "By <tool_call> I say:", ["weather", "stop"]),
+        (f"<tool_call>\n{ONE}", "<tool_call>", ["weather"]),
+        (f"<tool_call>\n{UNCLOSED}", "<tool_call>", ["weather"]),
+        ("<tool_call> <tool_call> a", "<tool_call> <tool_call> a", []),
+        ("<tool_call> <tool_call>a</tool_call> b", "<tool_call> <tool_call>a</tool_call> b", []),
         ("a <tool_call", "a <tool_call", []),
+        ("a <tool_call>", "a <tool_call>", []),
         (f"{UNCLOSED}\n{TWO}", "", ["weather", "stop"]),
         (f"{UNCLOSED}\nAlso:\n{TWO}", "Also:", ["weather", "stop"]),
         (f"{UNCLOSED}\nThat is all.", "That is all.", ["weather"]),
@@ -67,6 +78,12 @@ def test_content_and_calls(text: str, content: str, calls: list[str], size: int)
     assert found[2] == bool(calls)
     for _, arguments in found[1]:
         json.loads(arguments)
+
+
+@given(st.text(alphabet="a <>{/\n"), st.text(alphabet="a <>{/\n"))
+def test_a_text_without_a_call_is_content_to_the_letter(before: str, after: str) -> None:
+    for text in (f"{before}<tool_call>{after}", f"{before}<tool_call>{after}</tool_call> so"):
+        assert read([text])[0] == text
 
 
 @given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", ONE, "{", '"', "}", " x", "\n"])))
