@@ -71,7 +71,16 @@ class Access:
         Raises:
             EpdError: UNAUTHENTICATED, or OVERLOADED with the time to wait.
         """
-        caller = self.identify(authorization)
+        with self.running(self.identify(authorization)) as caller:
+            yield caller
+
+    @contextmanager
+    def running(self, caller: Caller) -> Iterator[Caller]:
+        """While one request of theirs runs.
+
+        Raises:
+            EpdError: OVERLOADED with the time to wait.
+        """
         self._spend(caller)
         caller.running += 1
         try:
@@ -181,14 +190,14 @@ class AccessControl:
         headers: Mapping[bytes, bytes] = dict(scope["headers"])
         authorization = headers.get(b"authorization", b"").decode("latin-1")
         state = scope["state"]
-        if scope["method"] == "POST":
-            origin = headers.get(b"origin")
-            self._access.check_page(None if origin is None else origin.decode("latin-1"))
-            with self._access.admit(authorization) as caller:
-                state["key"], state["salt"] = caller.name, caller.salt
-                yield
-        else:
-            state["key"] = self._access.identify(authorization).name
+        caller = self._access.identify(authorization)
+        state["key"], state["salt"] = caller.name, caller.salt
+        if scope["method"] != "POST":
+            yield
+            return
+        origin = headers.get(b"origin")
+        self._access.check_page(None if origin is None else origin.decode("latin-1"))
+        with self._access.running(caller):
             yield
 
 

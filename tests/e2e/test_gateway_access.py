@@ -134,6 +134,18 @@ async def test_concurrency_of_a_key_ends_with_the_stream(loaded: Loaded) -> None
                 await asyncio.sleep(0.01)
 
 
+async def test_whose_requests_are_too_many_is_in_the_log(
+    loaded: Loaded, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with opened(loaded, api_keys=(KEY, OTHER), requests_per_minute=1) as house:
+        for status in (200, 429):
+            assert (await post(house.http, CHAT, body(), **bearer(KEY))).status == status
+    lines = [vars(record) for record in caplog.records if record.message == "access"]
+    name = hashlib.sha256(KEY.encode()).hexdigest()[:8]
+    assert [(line["status"], line["key"]) for line in lines] == [(200, name), (429, name)]
+
+
 async def test_over_grpc_a_limit_says_when_to_come_again(loaded: Loaded) -> None:
     async with opened(loaded, requests_per_minute=1) as house:
         async with grpc.aio.insecure_channel(house.grpc) as channel:
