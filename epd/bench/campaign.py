@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from epd.bench.client import HttpTransport, open_session, send
+from epd.bench.client import HttpTransport, Refused, open_session, send
 from epd.bench.content import Words, body
 from epd.bench.load import Limits, Round, Target, Workload, run_round
 from epd.bench.record import Record
@@ -96,10 +96,17 @@ async def connect(
 
 async def _first_model(target: Target, session: aiohttp.ClientSession, api_key: str) -> str:
     headers = {"Authorization": f"Bearer {api_key}"}
+    asked = session.get(target.url.rstrip("/") + "/models", headers=headers)
     try:
-        async with session.get(target.url.rstrip("/") + "/models", headers=headers) as response:
-            listed = orjson.loads(await response.read())
-        return str(listed["data"][0]["id"])
+        async with asyncio.timeout(_CALIBRATION_TIMEOUT_S), asked as response:
+            body = await response.read()
+            if response.status != 200:
+                refused = f"http_{response.status}: {Refused(response.status, body)}"
+                raise _unusable(target, f"its list of models: {refused}")
+            return str(orjson.loads(body)["data"][0]["id"])
+    except TimeoutError as error:
+        reason = f"its list of models did not come within {_CALIBRATION_TIMEOUT_S:g} s"
+        raise _unusable(target, reason) from error
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
         raise _unusable(target, f"its list of models can't be read: {error!r}") from error
 

@@ -125,13 +125,20 @@ class _Answer:
         self._finished_at: float | None = None
 
     def take(self, data: bytes, now: float) -> None:
+        """
+        Raises:
+            Malformed: it is no event of a chat.
+        """
         if data == b"[DONE]":
             self._done = True
             return
         try:
-            event = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
+            self._read(orjson.loads(data), now)
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            # Whatever another server means by it, the measurement goes on.
             raise Malformed("bad_event", f"{error}: {data[:80]!r}") from error
+
+    def _read(self, event: Any, now: float) -> None:
         if failure := event.get("error"):
             raise Malformed("stream_error", str(failure)[:_DETAIL_CHARS])
         choices = event.get("choices") or ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -104,12 +104,9 @@ def _run(flags: dict[str, Any], api_key: str) -> None:
 
     from epd.bench import flags as parse
     from epd.bench import report
-    from epd.errors import invalid
 
     plan = parse.plan(flags)
-    named = parse.pairs(flags["target"], "target")
-    if not named:
-        raise invalid("give at least one --target NAME=URL", "target")
+    named = parse.targets(flags["target"])
     for flag in ("json", "plot"):
         if flags[flag]:
             report.require_place(flags[flag], flag)
@@ -117,7 +114,7 @@ def _run(flags: dict[str, Any], api_key: str) -> None:
     typer.echo("\n" + report.tables(results))
     if flags["json"]:
         workload = {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}
-        report.write(flags["json"], report.document(results, dict(named), workload))
+        report.write(flags["json"], report.document(results, named, workload))
     if flags["plot"]:
         from epd.bench.plot import draw
 
@@ -125,18 +122,18 @@ def _run(flags: dict[str, Any], api_key: str) -> None:
 
 
 async def _measure(
-    named: Sequence[tuple[str, str]], plan: Plan, flags: dict[str, Any], api_key: str
+    named: Mapping[str, str], plan: Plan, flags: dict[str, Any], api_key: str
 ) -> Results:
     from epd.bench import flags as parse
     from epd.bench.campaign import connect, measure, session
 
-    pids, extras = parse.pids(flags["pid"]), parse.extras(flags["extra"])
+    pids, extras = parse.pids(flags["pid"], named), parse.extras(flags["extra"], named)
     async with session(plan) as http:
         targets = [
             await connect(
                 name, url, http, flags["model"], api_key, pids.get(name, ()), extras.get(name)
             )
-            for name, url in named
+            for name, url in named.items()
         ]
         return await measure(targets, plan, _tell)
 
@@ -205,6 +202,7 @@ def stage(
         from epd.cpus import prepare_threads
 
         prepare_threads(threads)
+        from epd.bench.report import require_place
         from epd.bench.stage import run as stages
         from epd.bench.stage.compute import Sizes
         from epd.errors import invalid
@@ -212,6 +210,8 @@ def stage(
         parts = tuple(part for part in only.split(",") if part) or stages.PARTS
         if unknown := set(parts) - set(stages.PARTS):
             raise invalid(f"--only {', '.join(sorted(unknown))}: there is no such part", "only")
+        if json:
+            require_place(json, "json")
         sizes = Sizes(context, chunk, side)
         options = stages.Options(checkpoint, threads, rounds, parts, kernels_off, int8, sizes)
         found = stages.run(options, typer.echo)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Container
 from typing import Any
 
 from epd.bench.campaign import Plan
@@ -53,6 +54,9 @@ def _requests(flags: dict[str, Any]) -> tuple[list[Shape], list[Timed]]:
 
 def _loads(flags: dict[str, Any]) -> list[Load]:
     given = [Load("concurrency", value) for value in numbers(flags["concurrency"], "concurrency")]
+    if any(load.value % 1 for load in given):
+        text = flags["concurrency"]
+        raise invalid(f"--concurrency {text}: requests in flight are whole ones", "concurrency")
     given += [Load("rate", value) for value in numbers(flags["rate"], "rate")]
     if flags["trace"]:
         if given:
@@ -78,30 +82,57 @@ def _size(text: str) -> tuple[int, int]:
     return int(width), int(height)
 
 
-def pairs(given: list[str] | None, name: str) -> list[tuple[str, str]]:
+def targets(given: list[str] | None) -> dict[str, str]:
+    """URLs by the names that results go by.
+
+    Raises:
+        EpdError: INVALID_REQUEST, there are none, or two of one name.
+    """
+    named = pairs(given, "target", "URL")
+    if not named:
+        raise invalid("give at least one --target NAME=URL", "target")
+    for at, (name, url) in enumerate(named):
+        if any(name == other for other, _ in named[:at]):
+            raise invalid(f"--target {name}={url}: there is another target of that name", "target")
+    return dict(named)
+
+
+def pairs(given: list[str] | None, name: str, value_name: str) -> list[tuple[str, str]]:
     pairs = []
     for text in given or ():
         key, equals, value = text.partition("=")
         if not (equals and key and value):
-            raise invalid(f"--{name} {text}: write NAME={name.upper()}", name)
+            raise invalid(f"--{name} {text}: write NAME={value_name}", name)
         pairs.append((key, value))
     return pairs
 
 
-def pids(given: list[str] | None) -> dict[str, tuple[int, ...]]:
+def _of_targets(
+    given: list[str] | None, name: str, value_name: str, known: Container[str]
+) -> list[tuple[str, str]]:
+    found = pairs(given, name, value_name)
+    for target, value in found:
+        if target not in known:
+            raise invalid(f"--{name} {target}={value}: there is no target {target}", name)
+    return found
+
+
+def pids(given: list[str] | None, known: Container[str]) -> dict[str, tuple[int, ...]]:
+    """By target; `known` are the targets' names."""
     found: dict[str, tuple[int, ...]] = {}
-    for name, pid in pairs(given, "pid"):
+    for name, pid in _of_targets(given, "pid", "PID", known):
         if not pid.isdigit():
             raise invalid(f"--pid {name}={pid}: not a number", "pid")
         found[name] = (*found.get(name, ()), int(pid))
     return found
 
 
-def extras(given: list[str] | None) -> dict[str, dict[str, Any]]:
-    found = {}
-    for name, text in pairs(given, "extra"):
+def extras(given: list[str] | None, known: Container[str]) -> dict[str, dict[str, Any]]:
+    """By target; `known` are the targets' names."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, text in _of_targets(given, "extra", "JSON", known):
         try:
-            found[name] = dict(json.loads(text))
+            found[name] = found.get(name, {}) | dict(json.loads(text))
         except (ValueError, TypeError) as error:
             raise invalid(f"--extra {name}={text}: not a JSON object", "extra") from error
     return found

@@ -56,7 +56,7 @@ def read_trace(path: Path, limits: Limits, rng: random.Random) -> list[Timed]:
     """
     try:
         with path.open(newline="") as file:
-            timed = _first(_parse(file, limits, rng), limits.requests)
+            timed = _first(map(_checked, _parse(file, limits, rng)), limits.requests)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise invalid(f"trace {path}: {type(error).__name__}: {error}", "trace") from error
     if not timed:
@@ -64,6 +64,16 @@ def read_trace(path: Path, limits: Limits, rng: random.Random) -> list[Timed]:
     timed.sort(key=lambda t: t.at_s)
     start = timed[0].at_s
     return [Timed(t.at_s - start, _cut(t.shape, limits)) for t in timed]
+
+
+def _checked(timed: Timed) -> Timed:
+    """Raises ValueError for what no request can have, which would end the measurement later."""
+    if not math.isfinite(timed.at_s):
+        raise ValueError(f"a request at {timed.at_s} s")
+    for picture in timed.shape.pictures:
+        if min(picture.width, picture.height) < 1:
+            raise ValueError(f"a picture of {picture.width} x {picture.height} pixels")
+    return timed
 
 
 def _first(timed: Iterator[Timed], count: int) -> list[Timed]:

@@ -86,6 +86,12 @@ def test_an_answer_whose_tokens_make_no_text_ends_with_its_end() -> None:
         ([At(0.0, ROLE + STOP + DONE)], "empty"),
         ([At(0.0, token("a")), At(1.0, event(error={"message": "lost"}))], "stream_error"),
         ([At(0.0, b"data: {nonsense\n\n")], "bad_event"),
+        ([At(0.0, b"data: null\n\n")], "bad_event"),
+        ([At(0.0, event(choices=5))], "bad_event"),
+        ([At(0.0, event(choices=[None]))], "bad_event"),
+        ([At(0.0, event(choices=[{"delta": "text"}]))], "bad_event"),
+        ([At(0.0, token("a") + event(usage=[3]))], "bad_event"),
+        ([At(0.0, token("a") + event(timeline={"phases": [{"name": "x"}]}))], "bad_event"),
     ],
 )
 def test_errors_by_kind(steps: Sequence[At], kind: str) -> None:

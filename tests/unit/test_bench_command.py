@@ -4,12 +4,17 @@ Only counts are looked at here; times are the virtual clock's business."""
 from __future__ import annotations
 
 import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from epd.bench import campaign
 from epd.bench.ceiling import scripted_server
 from epd.bench.report import command
 from epd.cli import app
@@ -79,6 +84,11 @@ def test_the_key_is_in_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["--plot", "/dev/null/run.png"], "--plot"),
         (["--concurrency", "inf"], "--concurrency"),
         (["--rate", "nan"], "--rate"),
+        (["--concurrency", "1,2.5"], "--concurrency"),
+        (["--target", "one=http://127.0.0.1:9/v1"], "--target"),
+        (["--target", "http://127.0.0.1:9/v1"], "--target"),
+        (["--extra", 'two={{"top_k": 1}}'], "--extra"),
+        (["--pid", "two=1"], "--pid"),
     ],
 )
 def test_what_can_not_be_is_said_before_anything_is_measured(
@@ -91,6 +101,48 @@ def test_what_can_not_be_is_said_before_anything_is_measured(
     arguments = ["bench", "--target", "one=http://127.0.0.1:9/v1", *wanted]
     result = CliRunner().invoke(app, arguments)
     assert (result.exit_code, result.output.startswith(f"epd bench: {named}")) == (2, True)
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """Base URL of a server that says this to the first who connects; b"": nothing, ever."""
+    done = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(60)
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+                done.wait(60)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        done.set()
+        thread.join()
+
+
+def test_what_a_server_says_of_its_models_is_passed_on() -> None:
+    refusal = b'{"error": {"message": "no valid API key"}}'
+    with answering(
+        b"HTTP/1.1 401 No\r\nContent-Length: %d\r\n\r\n%s" % (len(refusal), refusal)
+    ) as url:
+        result = CliRunner().invoke(app, ["bench", "--target", f"one={url}"])
+    assert result.exit_code == 1
+    assert "http_401" in result.output
+    assert "no valid API key" in result.output
+
+
+def test_a_server_that_lists_no_models_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(campaign, "_CALIBRATION_TIMEOUT_S", 0.05)
+    with answering(b"") as url:
+        result = CliRunner().invoke(app, ["bench", "--target", f"one={url}"])
+    assert result.exit_code == 1
+    assert "list of models" in result.output
 
 
 def test_the_ceiling() -> None:

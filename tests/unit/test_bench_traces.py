@@ -90,7 +90,16 @@ def test_the_sample_in_the_repository_reads() -> None:
     assert any(t.shape.pictures for t in timed)
 
 
-@pytest.mark.parametrize("content", ["", "nonsense\n", '{"a": 1}\n', "TIMESTAMP,X\n1,2\n"])
+NOT_AT_ANY_TIME = '{"at_s": NaN, "text_tokens": 1, "output_tokens": 1}\n'
+NO_PICTURE = (
+    '{"at_s": 0, "text_tokens": 1, "output_tokens": 1, "images": [{"width": 0, "height": 9}]}\n'
+)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "nonsense\n", '{"a": 1}\n', "TIMESTAMP,X\n1,2\n", NOT_AT_ANY_TIME, NO_PICTURE],
+)
 def test_what_is_no_trace_is_said(tmp_path: Path, content: str) -> None:
     with pytest.raises(EpdError, match="trace"):
         read(tmp_path, content, Limits())
