@@ -19,6 +19,9 @@ _TYPES = {
     b"RIFF": "image/webp",
     b"BM": "image/bmp",
 }
+# An answer is shown as text, whatever it holds: a model, or who wrote to it, moves no cursor.
+_SHOWN = {point: f"\\x{point:02x}" for point in (*range(32), *range(127, 160))}
+_SHOWN |= {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
 _HELP = "Type a question. /image FILE adds a picture to it, /new forgets, /quit leaves."
 _TIMEOUT_S = 600.0
 
@@ -55,11 +58,8 @@ class Client:
             body["max_tokens"] = self.max_tokens
         response = self._request("POST", "/chat/completions", json.dumps(body))
         for event in _events(response):
-            if "error" in event:
-                raise ChatFailure(event["error"].get("message", "unknown error"))
-            for choice in event.get("choices", []):
-                if piece := choice.get("delta", {}).get("content"):
-                    yield piece
+            if piece := _piece(event):
+                yield piece
 
     def _served_model(self) -> str:
         try:
@@ -93,6 +93,21 @@ class Client:
         return response
 
 
+def _piece(event: Any) -> str:
+    """What one event adds to the answer.
+
+    Raises:
+        ChatFailure: it says what went wrong, or is no chat's.
+    """
+    try:
+        if error := event.get("error"):
+            raise ChatFailure(error.get("message", "unknown error"))
+        deltas = [choice.get("delta") or {} for choice in event.get("choices") or ()]
+        return "".join(delta.get("content") or "" for delta in deltas)
+    except (AttributeError, TypeError) as error:
+        raise ChatFailure("the answer broke off: what came is no part of a chat") from error
+
+
 def _reason(response: http.client.HTTPResponse) -> str:
     text = response.read(65536).decode(errors="replace")
     try:
@@ -103,7 +118,7 @@ def _reason(response: http.client.HTTPResponse) -> str:
         return f"{response.status}: {text[:200]}"
 
 
-def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
     """Server-sent events up to [DONE].
 
     Raises:
@@ -152,7 +167,7 @@ class _Conversation:
         pieces = []
         for piece in self.client.answer([*self.messages, message]):
             pieces.append(piece)
-            print(piece, end="", flush=True)
+            print(piece.translate(_SHOWN), end="", flush=True)
         print()
         self.messages += [message, {"role": "assistant", "content": "".join(pieces)}]
         self.images = []
@@ -181,7 +196,7 @@ def converse(client: Client, question: str | None, images: list[Path]) -> int:
             conversation.ask(question)
             return 0
     except ChatFailure as failure:
-        print(f"epd chat: {failure}", file=sys.stderr)
+        print(f"epd chat: {failure}".translate(_SHOWN), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -193,7 +208,7 @@ def converse(client: Client, question: str | None, images: list[Path]) -> int:
                 return 0
             conversation.take(line)
         except ChatFailure as failure:
-            print(f"epd chat: {failure}", file=sys.stderr)
+            print(f"epd chat: {failure}".translate(_SHOWN), file=sys.stderr)
         except (EOFError, KeyboardInterrupt):
             print()
             return 0

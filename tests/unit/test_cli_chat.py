@@ -128,6 +128,9 @@ def test_an_error_is_one_line_with_the_field(
     [
         (events("half", done=False), "broke off"),
         (b'data: {"error": {"message": "decode is gone"}}\n\n', "decode is gone"),
+        (b'data: {"error": "decode is gone"}\n\n', "no part of a chat"),
+        (b"data: 5\n\n", "no part of a chat"),
+        (b'data: {"choices": [null]}\n\n', "no part of a chat"),
     ],
 )
 def test_an_answer_that_breaks_off_is_not_taken_for_whole(
@@ -136,6 +139,17 @@ def test_an_answer_that_breaks_off_is_not_taken_for_whole(
     server.answer = answer
     with pytest.raises(ChatFailure, match=says):
         list(Client(server.url).answer([user_message("?", [])]))
+
+
+def test_what_is_said_moves_no_cursor(
+    server: StandInServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answer = events("red\x1b[2J\x9b1m\x07\tor\r\nblue ☃")
+    assert converse(Client(server.url), "?", []) == 0
+    assert capsys.readouterr().out == "red\\x1b[2J\\x9b1m\\x07\tor\nblue ☃\n"
+    server.status, server.answer = 400, json.dumps({"error": {"message": "\x1b[31mno"}}).encode()
+    assert converse(Client(server.url), "?", []) == 1
+    assert capsys.readouterr().err == "epd chat: 400: \\x1b[31mno\n"
 
 
 def test_nobody_there(server: StandInServer, capsys: pytest.CaptureFixture[str]) -> None:
