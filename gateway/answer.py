@@ -78,6 +78,7 @@ class Answer:
         self._open = True
         self._begun = False
         """Accepted; until then `ChatService.open` knows how it ended."""
+        self._has_output = False
         self._fault: EpdError | None = None
         self._handed_over = False
         self._counted = False
@@ -136,6 +137,7 @@ class Answer:
 
     def _take(self, event: Event) -> Iterator[Part]:
         assert not isinstance(event, Accepted)
+        self._on_output()
         choice = event.choice
         if choice in self._reasons:
             return  # it was ended before; this was on its way
@@ -145,6 +147,11 @@ class Answer:
             yield from self._ended(choice, FinishReason.STOP)
         elif isinstance(event, Ended):
             yield from self._ended(choice, event.reason)
+
+    def _on_output(self) -> None:
+        if not self._has_output:
+            self._has_output = True
+            metrics.FIRST_TOKEN_SECONDS.labels(STAGE).observe(self.timeline.elapsed_s)
 
     def _pieces(self, choice: int, event: NewTokens | Ended) -> Iterator[Piece]:
         text, parser = self._texts[choice], self._parsers[choice]
@@ -192,6 +199,7 @@ class Answer:
         """All of it was handed over: only now it has ended well, and `cancel` does nothing
         more."""
         self._handed_over = True
+        metrics.ANSWER_SECONDS.labels(STAGE).observe(self.timeline.elapsed_s)
         self.cancel("the output is complete")
 
     def cancel(self, reason: str = "the client is gone") -> None:

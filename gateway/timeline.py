@@ -42,6 +42,11 @@ class Timeline:
         self._phases.append(Phase(name, (start - self._zero) * 1e3, (now - start) * 1e3, moved))
 
     @property
+    def elapsed_s(self) -> float:
+        """Since the gateway's receipt of the request."""
+        return self._clock() - self._zero
+
+    @property
     def phases(self) -> list[Phase]:
         """Ended phases in order of their start."""
         return sorted(self._phases, key=lambda phase: phase.start_ms)

@@ -21,6 +21,7 @@ from epd.obs import metrics
 State = Callable[[], Mapping[str, object]]
 _TIMEOUT_S = 5.0
 _MAX_LINE = 4096
+_HEAD_END = b"\r\n\r\n"
 
 
 class ObservationServer:
@@ -59,11 +60,14 @@ class ObservationServer:
                 line = await reader.readline()
                 while (await reader.readline()).strip():
                     pass
-                writer.write(self._answer(line.decode("latin-1").split(" ")))
+                method, _, rest = line.decode("latin-1").partition(" ")
+                head, end, body = self._answer(method, rest.split(" ")[0]).partition(_HEAD_END)
+                writer.write(head + end + (b"" if method == "HEAD" else body))
                 await writer.drain()
 
-    def _answer(self, request: list[str]) -> bytes:
-        path = request[1].split("?")[0] if len(request) > 1 and request[0] == "GET" else ""
+    def _answer(self, method: str, target: str) -> bytes:
+        # Probes ask with HEAD as well.
+        path = target.split("?")[0].strip() if method in ("GET", "HEAD") else ""
         if path == "/metrics":
             self._set_gauges()
             return _response("200 OK", CONTENT_TYPE_LATEST, generate_latest())

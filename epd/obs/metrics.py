@@ -8,11 +8,17 @@ they are scraped (`epd.obs.http`), not at every change.
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
 
 from epd.jobs import StageTiming
 
+# Else each counter and histogram has a second series for each of its labels' values, when it
+# was made: in no table, and of no use to Prometheus' text format.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+# Up to `limits.request_deadline_s`.
+_LONG_SECONDS = (*_SECONDS, 60, 120, 300)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -31,7 +37,19 @@ def _histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...]) -
 REQUESTS = _counter("epd_requests", "Streams ended, by outcome", "stage", "outcome")
 ERRORS = _counter("epd_errors", "Typed errors sent, by kind", "stage", "kind")
 PHASE_SECONDS = _histogram(
-    "epd_phase_seconds", "Time of one request in a phase", "stage", "phase", buckets=_SECONDS
+    "epd_phase_seconds", "Time of one request in a phase", "stage", "phase", buckets=_LONG_SECONDS
+)
+FIRST_TOKEN_SECONDS = _histogram(
+    "epd_first_token_seconds",
+    "From a request's receipt to its answer's first token",
+    "stage",
+    buckets=_LONG_SECONDS,
+)
+ANSWER_SECONDS = _histogram(
+    "epd_answer_seconds",
+    "From a request's receipt to the end of its answer, of those that were answered whole",
+    "stage",
+    buckets=_LONG_SECONDS,
 )
 
 STEPS = _counter("epd_steps", "Forward passes done", "stage")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import grpc.aio
@@ -221,10 +222,21 @@ async def test_health_metrics_and_state(house: House) -> None:
     page = (await get(house.http, "/metrics")).body.decode()
     assert 'epd_requests_total{outcome="ok",stage="gateway"}' in page
     assert 'epd_phase_seconds_count{phase="prefill",stage="gateway"}' in page
+    await house.stream()
+    names = ("epd_first_token_seconds", "epd_answer_seconds")
+    before = [_count(page, name) for name in names]
+    assert all(before)
+    page = (await get(house.http, "/metrics")).body.decode()
+    assert [_count(page, name) for name in names] == [count + 1 for count in before]
     await house.settled()
     state = (await get(house.http, "/debug/state")).json()
     assert (state["in_flight"], state["runs"], state["streams"]) == (0, 0, 0)
     assert len(state["workers"]) == 3
+
+
+def _count(page: str, name: str) -> float:
+    (found,) = re.findall(rf'^{name}_count{{stage="gateway"}} (\S+)$', page, re.MULTILINE)
+    return float(found)
 
 
 async def test_a_clients_request_id_is_logged(

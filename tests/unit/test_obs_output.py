@@ -100,6 +100,9 @@ async def test_metrics_and_state_are_served() -> None:
     page = (await asyncio.to_thread(get, "/metrics")).decode()
     assert 'epd_state{stage="decode",what="streams"} 3.0' in page
     assert await asyncio.to_thread(get, "/ready") == b"ready\n"
+    head = urllib.request.Request(f"http://{address}/ready", method="HEAD")
+    with await asyncio.to_thread(urllib.request.urlopen, head, timeout=LIMIT_S) as answer:
+        assert (answer.status, answer.headers["content-length"], answer.read()) == (200, "6", b"")
     reason[0] = "no decode"
     with pytest.raises(urllib.error.HTTPError) as caught:
         await asyncio.to_thread(get, "/ready")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
 from epd.obs import metrics as stage_metrics
@@ -31,6 +31,16 @@ def defined() -> set[tuple[str, str, tuple[str, ...]]]:
                 suffix = "_total" if kind == "counter" else ""
                 found.add((f"{value._name}{suffix}", kind, tuple(value._labelnames)))
     return found
+
+
+def test_a_scrape_has_no_series_beside_the_documented_ones() -> None:
+    stage_metrics.REQUESTS.labels("gateway", "ok").inc()
+    stage_metrics.STEP_SECONDS.labels("decode").observe(1)
+    lines = generate_latest().decode().splitlines()
+    scraped = {found[1] for line in lines if (found := re.match(r"(epd_\w+)[ {]", line))}
+    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in scraped} <= {
+        name for name, _, _ in documented()
+    }
 
 
 def test_the_documented_metrics_are_those_of_the_code() -> None:
