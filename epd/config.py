@@ -194,7 +194,7 @@ class LimitsConfig(_Section):
     max_image_scans: int = Field(64, ge=1)
     """Scans of a progressive JPEG; each costs a pass over the picture, and 20 bytes."""
     low_detail_pixels: int = Field(512 * 512, ge=1)
-    """A picture with detail "low" is reduced to so many pixels; "high" and "auto" never."""
+    """A picture with detail "low" is reduced to so many pixels; with any other never."""
     max_aspect_ratio: float = Field(200.0, ge=1)
     max_body_bytes: int = Field(64 << 20, ge=1)
     max_messages: int = Field(1024, ge=1)

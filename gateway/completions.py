@@ -54,7 +54,7 @@ def parse_completion(body: bytes, limits: LimitsConfig, vocab_size: int) -> Chat
     if generation.max_tokens is None:
         generation = replace(generation, max_tokens=DEFAULT_MAX_TOKENS)
     stream, include_usage = read_streaming(fields)
-    fields.refuse(_NOT_SERVED, "is not supported")
+    fields.refuse(_NOT_SERVED)
     for name in ACCEPTED:
         fields.take(name)
     fields.done()

@@ -24,6 +24,10 @@ class Constraint:
     param: str
     trial: Grammar | None = None
     """Tried out before it is served, in place of `grammar`, where that begins with any text."""
+    beside: Constraint | None = None
+    """What `grammar` was made of, tried out before it: what is wrong has its own field's name."""
+    form: bool = False
+    """Of what the model writes where it calls no tool."""
 
 
 def read_constraint(fields: Fields, limits: LimitsConfig) -> Constraint | None:
@@ -75,7 +79,7 @@ def _response_format(fields: Fields, limits: LimitsConfig) -> Constraint | None:
     constraint = None
     if kind == "json_object":
         grammar = Grammar(GrammarKind.JSON_SCHEMA, _ANY_OBJECT)
-        constraint = Constraint(grammar, inner.param("type"))
+        constraint = Constraint(grammar, inner.param("type"), form=True)
     elif kind == "json_schema":
         constraint = _json_schema(inner)
     elif kind != "text":
@@ -99,7 +103,7 @@ def named_schema(inner: Fields) -> Constraint:
         raise inner.wrong("schema", "is missing")
     text = schema_text(inner, "schema", schema)
     inner.done()
-    return Constraint(Grammar(GrammarKind.JSON_SCHEMA, text), inner.param("schema"))
+    return Constraint(Grammar(GrammarKind.JSON_SCHEMA, text), inner.param("schema"), form=True)
 
 
 def _guided_json(fields: Fields, limits: LimitsConfig) -> Constraint | None:

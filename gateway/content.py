@@ -5,7 +5,7 @@ Only typed content parts are images; strings are strings. Parts keep their order
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,8 @@ _UNSERVED_PARTS = frozenset(
     }
 )
 _MOST_CALLS = 128
+_DETAILS = ("auto", "low", "high", "original")
+"""All but "low" leave a picture as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,8 @@ class Reading:
 
     limits: LimitsConfig
     images: list[ImageSource] = field(default_factory=list)
-    calls: set[str] = field(default_factory=set)
-    """Ids of the calls in the messages before."""
+    calls: dict[str, str] = field(default_factory=dict)
+    """Of the calls in the messages before: id -> the function's name."""
     parts: int = 0
 
     def count(self, more: int, param: str) -> None:
@@ -124,12 +126,21 @@ def _message(value: Any, path: str, so_far: Reading) -> ChatMessage:
         raise fields.wrong("role", f"{role!r} is not supported; one of {', '.join(_ROLES)}")
     content = fields.take("content")
     calls = _tool_calls(fields, so_far) if role == "assistant" else ()
-    if role == "tool" and fields.required_string("tool_call_id") not in so_far.calls:
-        raise fields.wrong("tool_call_id", "no message before has a call of this id")
-    fields.refuse(_NOT_SERVED, "is not supported")
+    if role == "tool":
+        _check_result(fields, so_far.calls)
+    fields.refuse(_NOT_SERVED)
     fields.done()
     parts = _content(content, f"{path}.content", so_far, optional=bool(calls))
     return ChatMessage(_ROLES[role], parts, calls)
+
+
+def _check_result(fields: Fields, known: Mapping[str, str]) -> None:
+    """Raises EpdError: it answers no call, or one of another function."""
+    called = known.get(fields.required_string("tool_call_id"))
+    if called is None:
+        raise fields.wrong("tool_call_id", "no message before has a call of this id")
+    if (name := fields.string("name")) not in (None, called):
+        raise fields.wrong("name", f"{name!r} is not the function called, {called!r}")
 
 
 def _content(
@@ -155,12 +166,12 @@ def _tool_calls(fields: Fields, so_far: Reading) -> tuple[ToolCall, ...]:
     )
 
 
-def _tool_call(value: Any, path: str, known: set[str]) -> ToolCall:
+def _tool_call(value: Any, path: str, known: dict[str, str]) -> ToolCall:
     outer = Fields(value, path)
-    known.add(outer.required_string("id"))
+    identity = outer.required_string("id")
     if (kind := outer.required_string("type")) != "function":
         raise outer.wrong("type", f"{kind!r} is not supported; function")
-    outer.refuse({"index": tuple(range(_MOST_CALLS))}, "must be a small number")
+    outer.integer("index", 0, _MOST_CALLS - 1)  # streamed calls have it; they stand in order
     inner = Fields(outer.take("function") or {}, outer.param("function"))
     outer.done()
     name = inner.required_string("name")
@@ -168,6 +179,7 @@ def _tool_call(value: Any, path: str, known: set[str]) -> ToolCall:
     inner.done()
     check_text(name, inner.param("name"))
     check_arguments(arguments, inner.param("arguments"))
+    known[identity] = name
     return ToolCall(name, arguments)
 
 
@@ -185,7 +197,7 @@ def check_arguments(arguments: str, where: str) -> None:
 def _part(value: Any, path: str, images: list[ImageSource]) -> TextPart | ImagePart:
     fields = Fields(value, path)
     kind = fields.required_string("type")
-    fields.refuse(_PART_NOT_SERVED, "is not supported")
+    fields.refuse(_PART_NOT_SERVED)
     if kind == "text":
         text = fields.required_string("text")
         check_text(text, f"{path}.text")
@@ -211,8 +223,8 @@ def _image_url(fields: Fields, path: str) -> ImageSource:
         return ImageSource(value, f"{path}.image_url")
     inner = Fields(value, f"{path}.image_url")
     url = inner.required_string("url")
-    if (detail := inner.string("detail")) not in (None, "auto", "low", "high"):
-        raise inner.wrong("detail", f"{detail!r} is not supported; auto, low or high")
+    if (detail := inner.string("detail")) not in (None, *_DETAILS):
+        raise inner.wrong("detail", f"{detail!r} is not supported; {', '.join(_DETAILS)}")
     inner.done()
     return ImageSource(url, f"{path}.image_url.url", low_detail=detail == "low")
 

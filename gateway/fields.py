@@ -14,6 +14,9 @@ import orjson
 
 from epd.errors import EpdError, invalid
 
+_MOST_SHOWN = 3
+"""Values that a refusal names as fine."""
+
 
 class Fields:
     """One JSON object at `path` ("" is the body). Call `done` after the last field."""
@@ -88,12 +91,14 @@ class Fields:
             return value
         raise self.wrong(name, f"must be an array, not {kind_of(value)}")
 
-    def refuse(self, table: Mapping[str, Sequence[Any]], why: str) -> None:
+    def refuse(self, table: Mapping[str, Sequence[Any]]) -> None:
         """Known fields that we don't serve: only the values that change nothing pass."""
         for name in [name for name in self._left if name in table]:
             value = self.take(name)
             if not any(type(value) is type(ok) and value == ok for ok in table[name]):
-                raise self.wrong(name, why)
+                harmless = " or ".join(map(_shown, table[name][:_MOST_SHOWN]))
+                others = f"; {harmless} is" if harmless else ""
+                raise self.wrong(name, f"{_shown(value)} is not supported{others}")
 
     def done(self) -> None:
         if self._left:
@@ -111,6 +116,14 @@ def as_json(value: Any, param: str) -> str:
         return orjson.dumps(value).decode()
     except TypeError as error:
         raise invalid(f"{param}: is nested too deeply", param) from error
+
+
+def _shown(value: Any) -> str:
+    """A value as the client wrote it, or as good as that."""
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:  # nested too deeply
+        return kind_of(value)
 
 
 def kind_of(value: Any) -> str:

@@ -86,7 +86,7 @@ def chat_call(request: pb.ChatRequest, limits: LimitsConfig, vocab_size: int) ->
         generation = _generation(request.options, limits, vocab_size)
         tools = _tools(request.tools, limits, _choice(request))
         if tools is not None:
-            generation = with_tools(generation, tools)
+            generation = with_tools(generation, tools, limits)
     said = read_conversation(request.messages, limits)
     return ChatCall(
         request.model,
@@ -269,11 +269,11 @@ def _message(message: pb.Message, path: str, so_far: Reading) -> ChatMessage:
     return ChatMessage(role, tuple(parts), calls)
 
 
-def _call(call: pb.ToolCall, path: str, known: set[str]) -> ToolCall:
+def _call(call: pb.ToolCall, path: str, known: dict[str, str]) -> ToolCall:
     for name in ("id", "name"):
         if not getattr(call, name):
             raise invalid(f"{path}.{name}: is missing", f"{path}.{name}")
-    known.add(call.id)
+    known[call.id] = call.name
     arguments = call.arguments or "{}"
     check_arguments(arguments, f"{path}.arguments")
     return ToolCall(call.name, arguments)

@@ -57,6 +57,8 @@ _GENERATION: dict[str, Any] = {
     "guided_regex": _STRING,
     "guided_choice": {"type": "array", "items": _STRING, "minItems": 1},
     "user": _STRING,
+    "safety_identifier": _STRING,
+    "prompt_cache_key": _STRING,
     "metadata": {"type": "object"},
 }
 _TOOLS: dict[str, Any] = {
@@ -125,6 +127,7 @@ _SCHEMAS: dict[str, Any] = {
             },
             "tool_calls": {"type": "array", "items": {"type": "object"}},
             "tool_call_id": _STRING,
+            "name": _STRING,
         },
         "additionalProperties": False,
     },

@@ -96,6 +96,7 @@ class Preparer:
         """Try it out here first, so that its fault has the name of the client's field."""
         if constraint is None:
             return
+        await self._check_grammar(constraint.beside, client)
         grammar = constraint.trial or constraint.grammar
         await self._grammars.check(grammar, constraint.param, client)
 

@@ -29,19 +29,20 @@ _NOT_SERVED: dict[str, Sequence[Any]] = {
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
-    "include": ([],),
-    "reasoning": ({},),
+    # Models here don't reason: there is nothing to be included.
+    "include": ([], ["reasoning.encrypted_content"]),
+    "reasoning": ({}, {"effort": "none"}),
     "truncation": ("disabled",),
     "max_tool_calls": (),
     "top_logprobs": (0,),
     "service_tier": ("auto", "default"),
-    "prompt_cache_key": (),
-    "prompt_cache_retention": (),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
     "stream_options": ({}, {"include_obfuscation": False}),
     "context_management": ([],),
 }
 _SAME = (
-    *("model", "stream", "user", "metadata", "safety_identifier", "parallel_tool_calls"),
+    *("model", "stream", "user", "metadata", "safety_identifier", "prompt_cache_key"),
+    "parallel_tool_calls",
     *("temperature", "top_p", "seed", "stop", "top_k", "min_p", "repetition_penalty"),
 )
 """Fields that have the same name and meaning in a chat."""
@@ -88,7 +89,7 @@ def parse_response(body: bytes, limits: LimitsConfig, vocab_size: int) -> ChatCa
     said = fields.take("input")
     messages = _messages(fields, said, limits)
     chat["messages"] = [*first, *messages]
-    fields.refuse(_NOT_SERVED, "is not supported")
+    fields.refuse(_NOT_SERVED)
     fields.done()
     names = _names(None if isinstance(said, str) else messages, len(first))
     with names.used():
@@ -123,7 +124,7 @@ def _format(fields: Fields) -> Any:
         return None
     inner = Fields(value, "text")
     found = inner.take("format")
-    inner.refuse({"verbosity": ("medium",)}, "is not supported")
+    inner.refuse({"verbosity": ("medium",)})
     inner.done()
     return found
 
@@ -341,6 +342,7 @@ class ResponseEncoder:
                 "input_tokens": usage.prompt,
                 "input_tokens_details": {
                     "cached_tokens": usage.cached,
+                    "cache_write_tokens": 0,  # what is kept is not counted, nor paid for
                     "text_tokens": usage.prompt - usage.image,
                     "image_tokens": usage.image,
                 },

@@ -21,7 +21,7 @@ from gateway.constraints import Constraint, read_constraint
 from gateway.content import Conversation, read_messages
 from gateway.fields import Fields
 from gateway.naming import Names
-from gateway.tools import ToolUse, read_tools
+from gateway.tools import ToolUse, read_tools, with_form
 
 _GREEDY_BELOW = 1e-5
 """A temperature under this would overflow half precision: it means greedy."""
@@ -48,9 +48,8 @@ NOT_SERVED: dict[str, Sequence[Any]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "moderation": (),
-    "prompt_cache_key": (),
     "prompt_cache_options": (),
-    "prompt_cache_retention": (),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
     "echo": (False,),
     "prompt_logprobs": (),
     "use_beam_search": (False,),
@@ -67,8 +66,8 @@ NOT_SERVED: dict[str, Sequence[Any]] = {
     "bad_words": ([],),
     "priority": (0,),
 }
-# Identify the caller, change no answer.
-ACCEPTED = ("user", "metadata", "safety_identifier")
+# Identify the caller, or what is likely to begin alike; change no answer.
+ACCEPTED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +126,10 @@ def parse_chat(value: Any, limits: LimitsConfig, vocab_size: int) -> ChatCall:
     generation = read_generation(fields, limits, vocab_size)
     tools = read_tools(fields, limits)
     if tools is not None:
-        generation = with_tools(generation, tools)
+        generation = with_tools(generation, tools, limits)
     stream, include_usage = read_streaming(fields)
     timeline = fields.boolean("timeline")
-    fields.refuse(NOT_SERVED, "is not supported")
+    fields.refuse(NOT_SERVED)
     for name in ACCEPTED:
         fields.take(name)
     fields.done()
@@ -139,15 +138,17 @@ def parse_chat(value: Any, limits: LimitsConfig, vocab_size: int) -> ChatCall:
     )
 
 
-def with_tools(generation: Generation, tools: ToolUse) -> Generation:
-    """Raises EpdError where the output is constrained already."""
-    if generation.constraint is not None:
-        param = generation.constraint.param
-        raise invalid(f"{param}: can't be used together with tools", param)
-    if tools.constraint is None:
+def with_tools(generation: Generation, tools: ToolUse, limits: LimitsConfig) -> Generation:
+    """Raises EpdError where all of the output is constrained already, calls included."""
+    constraint, asked = tools.constraint, generation.constraint
+    if asked is not None:
+        if not asked.form:
+            raise invalid(f"{asked.param}: can't be used together with tools", asked.param)
+        constraint = with_form(tools, asked, limits)
+    if constraint is None:
         return generation
-    sampling = replace(generation.sampling, grammar=tools.constraint.grammar)
-    return replace(generation, sampling=sampling, constraint=tools.constraint)
+    sampling = replace(generation.sampling, grammar=constraint.grammar)
+    return replace(generation, sampling=sampling, constraint=constraint)
 
 
 def load_json(body: bytes) -> Any:
@@ -291,6 +292,6 @@ def _stream_options(fields: Fields, stream: bool) -> bool:
         raise fields.wrong("stream_options", "needs stream: true")
     options = Fields(value, "stream_options")
     include_usage = options.boolean("include_usage")
-    options.refuse({"include_obfuscation": (False,)}, "is not supported")
+    options.refuse({"include_obfuscation": (False,)})
     options.done()
     return include_usage

@@ -33,6 +33,10 @@ class ToolUse:
     """Forces a call, or holds free ones to the schemas of strict tools."""
     single: bool = False
     """The model is free to call, but once: the output ends with its first call."""
+    strict: tuple[Tool, ...] = ()
+    """Of `tools`: every call of these fits its schema."""
+    forced: bool = False
+    """The output is calls and nothing else."""
 
 
 def read_tools(fields: Fields, limits: LimitsConfig) -> ToolUse | None:
@@ -68,7 +72,13 @@ def read_tools(fields: Fields, limits: LimitsConfig) -> ToolUse | None:
         constraint = Constraint(_lark(free_grammar(tools, strict)), fields.param("tools"), trial)
     if constraint is not None:
         check_size(constraint, limits)
-    return ToolUse(tuple(tools), constraint, single=not wanted and not parallel)
+    return ToolUse(
+        tuple(tools),
+        constraint,
+        single=not wanted and not parallel,
+        strict=tuple(strict),
+        forced=bool(wanted),
+    )
 
 
 def _tool(value: Any, path: str) -> tuple[Tool, bool]:
@@ -132,8 +142,35 @@ def free_grammar(tools: Sequence[Tool], strict: Sequence[Tool]) -> str:
         f"begin[lazy]: TEXT {quoted(OPEN)}",
         r"TEXT: /(.|\n)*/",
     ]
-    held = [tool if tool in strict else replace(tool, parameters=_ANY_PARAMETERS) for tool in tools]
-    return "\n".join([*lines, *_body(held)])
+    return "\n".join([*lines, *_body(_held(tools, strict))])
+
+
+def _held(tools: Sequence[Tool], strict: Sequence[Tool]) -> list[Tool]:
+    """As free calls must fit them."""
+    return [tool if tool in strict else replace(tool, parameters=_ANY_PARAMETERS) for tool in tools]
+
+
+def with_form(use: ToolUse, form: Constraint, limits: LimitsConfig) -> Constraint:
+    """The output is calls, or else what `response_format` asks for; what must be called leaves
+    no room for that.
+
+    Raises:
+        EpdError: INVALID_REQUEST, together they are too large to compile.
+    """
+    if use.forced:
+        assert use.constraint is not None
+        return use.constraint
+    call = call_grammar(_held(use.tools, use.strict), several=not use.single)
+    schema = {"x-guidance": _FORMAT, **orjson.loads(form.grammar.text)}
+    lines = [
+        "start: calls | form",
+        call.replace("start:", "calls:", 1),
+        f"form: %json {orjson.dumps(schema).decode()}",
+    ]
+    parts = replace(form, beside=use.constraint)
+    made = Constraint(_lark("\n".join(lines)), form.param, beside=parts)
+    check_size(made, limits)
+    return made
 
 
 def _body(tools: Sequence[Tool]) -> list[str]:

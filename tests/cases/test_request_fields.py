@@ -248,6 +248,7 @@ async def test_req_08_null_is_absent(house: House) -> None:
 async def test_metadata_and_user_change_nothing(house: House) -> None:
     plain = (await house.chat()).json()["choices"]
     named = {"metadata": {"team": "a", "run": "7"}, "user": "someone", "safety_identifier": "x"}
+    named["prompt_cache_key"] = "conversation 5"
     reply = await house.chat(**named)
     assert reply.status == 200, reply.body
     assert reply.json()["choices"] == plain

@@ -88,6 +88,32 @@ async def test_tools_and_results(tools: House) -> None:
     assert second.output_text == "Coat."
 
 
+async def test_hints_that_agents_send_change_nothing(tools: House) -> None:
+    say(tools, "Rain.")
+    ask: dict[str, Any] = {
+        "model": "demo",
+        "instructions": "short",
+        "input": [{"type": "message", "role": "user", "content": "Weather?"}],
+        "tools": [TOOL],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "store": False,
+    }
+    hints: dict[str, Any] = {
+        "reasoning": {"effort": "none"},
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "conversation 5",
+        "prompt_cache_retention": "in_memory",
+        "safety_identifier": "someone",
+    }
+    async with connect(tools) as client:
+        for more in ({}, hints):
+            answer = await client.responses.create(**ask, **more)
+            assert answer.output_text == "Rain."
+    one, other = tools.script.jobs_of(Stage.PREFILL)
+    assert one.token_ids == other.token_ids
+
+
 async def test_half_a_call_does_not_look_like_one_to_make(tools: House) -> None:
     say(tools, CALL.partition("rn")[0])
     tools.script.finish = common_pb2.FINISH_REASON_LENGTH

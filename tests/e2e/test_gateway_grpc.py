@@ -67,6 +67,8 @@ TWINS: dict[str, tuple[Any, dict[str, Any]] | str] = {
     "stream_options": "usage always comes, at the end",
     "timeline": "always comes, at the end",
     "user": "changes nothing; client_request_id is logged",
+    "safety_identifier": "changes nothing",
+    "prompt_cache_key": "changes nothing; the router goes by prompts' beginnings",
     "metadata": "changes nothing; a call has metadata of its own",
 }
 

@@ -78,6 +78,20 @@ async def test_results_of_tools_are_the_same(tools: House) -> None:  # noqa: F81
     assert jobs(tools) == over_http
 
 
+async def test_a_form_beside_tools_is_the_same(tools: House) -> None:  # noqa: F811
+    say(tools, CALL)
+    fields = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
+    assert (await tools.chat(**fields)).status == 200
+    over_http = jobs(tools)
+    async with AsyncClient(tools.grpc) as client:
+        ask = client.chat([user("what is it?")], tools=[shown()], json_object=True, max_tokens=64)
+        assert (await ask).called == [True]
+    assert jobs(tools) == over_http
+    request = pb.ChatRequest(messages=[user("a")], tools=[shown()])
+    request.options.guided_json = "{}"
+    assert await bad_field(tools, request) == "options.guided_json"
+
+
 NAMELESS = pb.ToolCall(id="a", arguments="{}")
 UNKNOWN_MODE = pb.ToolChoice(mode=9)  # type: ignore[arg-type]
 

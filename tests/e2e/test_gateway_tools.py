@@ -190,6 +190,10 @@ async def test_history_is_shown_and_stays_text(tools: House) -> None:
     shown = prompt(tools)
     assert f'"arguments": {arguments}' in shown
     assert "<|im_start|>tool\nwet <|image_pad|><|im_end|>" in shown
+    # Many clients say what was called there, too.
+    messages[-1] |= {"name": "weather"}
+    assert (await tools.chat(messages=messages, tools=[WEATHER])).status == 200
+    assert prompt(tools) == shown
     job = tools.script.jobs_of(Stage.PREFILL)[-1]
     control = tools.gateway.service.tokenizer.token_to_id("<|im_start|>")
     assert list(job.token_ids).count(control) == 5, "typed control tokens are text"
@@ -200,6 +204,7 @@ async def test_history_is_shown_and_stays_text(tools: House) -> None:
     ("messages", "param"),
     [
         ([called("a", "{}"), result("b", "x")], "messages[2].tool_call_id"),
+        ([called("a", "{}"), {**result("a", "x"), "name": "other"}], "messages[2].name"),
         ([called("a", "[1]")], "messages[1].tool_calls[0].function.arguments"),
         ([called("a", "{")], "messages[1].tool_calls[0].function.arguments"),
         ([{"role": "assistant", "content": None}], "messages[1].content"),
@@ -211,9 +216,40 @@ async def test_bad_history_is_named(tools: House, messages: list[Any], param: st
     assert (reply.status, reply.json()["error"]["param"]) == (400, param)
 
 
-async def test_tools_and_another_format_exclude_each_other(tools: House) -> None:
-    reply = await tools.chat(tools=[WEATHER], response_format={"type": "json_object"})
-    assert (reply.status, reply.json()["error"]["param"]) == (400, "response_format.type")
+def form(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "seen", "schema": schema}}
+
+
+@pytest.mark.parametrize("form", [{"type": "json_object"}, form({"type": "object"})])
+async def test_an_answer_beside_tools_has_its_form(tools: House, form: dict[str, Any]) -> None:
+    ask: dict[str, Any] = {"tools": [WEATHER], "response_format": form}
+    for said, reason in ((CALL, "tool_calls"), ('{"seen": "no <tool_call> here"}', "stop")):
+        say(tools, said)
+        choice = (await tools.chat(**ask)).json()["choices"][0]
+        assert choice["finish_reason"] == reason
+        called = reason == "tool_calls"
+        assert choice["message"]["content"] == (None if called else said)
+        assert len(choice["message"].get("tool_calls", [])) == called
+        for stage in (Stage.PREFILL, Stage.DECODE):
+            assert "calls | form" in tools.script.jobs_of(stage)[-1].sampling.grammar.lark
+
+
+async def test_of_a_form_and_a_strict_tool_the_bad_one_is_named(tools: House) -> None:
+    bad: dict[str, Any] = {"type": "nonsense"}
+    strict = {"name": "f", "strict": True, "parameters": bad}
+    for function, schema, param in (
+        (WEATHER["function"], bad, "response_format.json_schema.schema"),
+        (strict, {}, "tools"),
+    ):
+        tool = {"type": "function", "function": function}
+        reply = await tools.chat(tools=[tool], response_format=form(schema))
+        assert (reply.status, reply.json()["error"]["param"]) == (400, param)
+
+
+async def test_tools_and_what_is_about_all_of_the_output_exclude_each_other(tools: House) -> None:
+    for field, value in (("guided_json", {}), ("guided_regex", "a"), ("guided_choice", ["a"])):
+        reply = await tools.chat(tools=[WEATHER], **{field: value})
+        assert (reply.status, reply.json()["error"]["param"]) == (400, field)
 
 
 async def test_a_bad_schema_of_a_forced_tool_is_400(tools: House) -> None:

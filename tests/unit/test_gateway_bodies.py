@@ -64,6 +64,14 @@ BODIES: list[tuple[Form, bytes]] = [
     (Form.CHAT, chat(temperature=1 / 3, top_p=0.1, seed=-(1 << 63), logprobs=True, top_logprobs=2)),
     (Form.CHAT, chat(seed=(1 << 64) - 1, max_tokens=1 << 30, guided_regex="[a-z]+", min_p=1e-300)),
     (Form.CHAT, chat(stream=True, stream_options={"include_usage": True}, timeline=True)),
+    (
+        Form.CHAT,
+        chat(
+            messages=CALLED,
+            tools=[{"type": "function", "function": {"name": "g", "strict": True}}],
+            response_format={"type": "json_object"},
+        ),
+    ),
     (Form.COMPLETION, orjson.dumps({"model": "m", "prompt": [1, 2, 3], "logprobs": 3})),
     (Form.COMPLETION, orjson.dumps({"model": "m", "prompt": "1"})),
     (Form.TOKENIZE, orjson.dumps({"messages": CALLED, "tools": [TOOL]})),

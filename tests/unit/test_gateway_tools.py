@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from epd.config import LimitsConfig
 from epd.errors import EpdError
 from epd.jobs import Grammar, GrammarKind
 from epd.sampling.grammar import Grammars
+from gateway.constraints import Constraint
 from gateway.fields import Fields
+from gateway.schema import parse_chat
 from gateway.tools import ToolUse, call_grammar, read_tools
 
 CHECKPOINT = Path(__file__).parents[2] / "demo" / "checkpoint"
@@ -46,9 +49,13 @@ def read(**fields: Any) -> ToolUse | None:
 def accepts(use: ToolUse | None, text: str) -> bool:
     """Whether the grammar takes this whole text, and may end there."""
     assert use is not None
-    assert use.constraint is not None
+    return fits(use.constraint, text)
+
+
+def fits(constraint: Constraint | None, text: str) -> bool:
+    assert constraint is not None
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
-    matcher = Grammars(str(CHECKPOINT), 1100, (1019,)).build(use.constraint.grammar, ())
+    matcher = Grammars(str(CHECKPOINT), 1100, (1019,)).build(constraint.grammar, ())
     for token in tokenizer.encode(text, add_special_tokens=False).ids:
         if not matcher.allowed()[token]:
             return False
@@ -125,6 +132,84 @@ def test_references_to_the_root_are_to_the_parameters_own(
 
     assert accepts(use, made(fits))
     assert not accepts(use, made(fits_not))
+
+
+FORM: dict[str, Any] = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "found",
+        "schema": {
+            "type": "object",
+            "properties": {"colour": {"$ref": "#/$defs/Colour"}},
+            "required": ["colour"],
+            "additionalProperties": False,
+            "$defs": {"Colour": {"enum": ["red", "a <tool_call> b"]}},
+        },
+    },
+}
+
+
+def formed(**fields: Any) -> Constraint | None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
+    return parse_chat(body, LIMITS, 1100).generation.constraint
+
+
+def test_beside_tools_an_answer_is_calls_or_has_the_form() -> None:
+    answer = '{"colour": "red"}'
+    found = formed(tools=[tool(strict=True), tool("other")], response_format=FORM)
+    for text in (
+        answer,
+        call(),
+        f"{call()}\n{call('other', 'Rome')}",
+        answer.replace("red", "a <tool_call> b"),
+    ):
+        assert fits(found, text), text
+    for text in (
+        "",
+        "Red.",
+        call(city="Rome"),
+        call("third"),
+        f"{call()}\n{answer}",
+        answer + call(),
+    ):
+        assert not fits(found, text), text
+    single = formed(tools=[tool()], response_format=FORM, parallel_tool_calls=False)
+    assert fits(single, call(city="Rome")), "it isn't strict"
+    assert not fits(single, f"{call()}\n{call()}")
+    for kind in ("json_object", "text"):
+        plain = formed(tools=[tool()], response_format={"type": kind})
+        assert plain is None or fits(plain, '{"a": [1, 2]}')
+
+
+def test_beside_forced_calls_and_without_tools_nothing_changes() -> None:
+    for choice in ("required", named("weather")):
+        forced = {"tools": [tool()], "tool_choice": choice}
+        assert formed(**forced, response_format=FORM) == formed(**forced)
+    assert formed(tools=[tool()], tool_choice="none", response_format=FORM) == formed(
+        response_format=FORM
+    )
+
+
+def test_what_is_about_all_of_the_output_is_refused_beside_tools() -> None:
+    for field, value in (("guided_json", {}), ("guided_regex", "a"), ("guided_choice", ["a"])):
+        with pytest.raises(EpdError) as caught:
+            formed(tools=[tool()], **{field: value})
+        assert caught.value.param == field
+
+
+def test_the_form_and_strict_tools_are_tried_out_each_by_its_name() -> None:
+    tools = [tool(strict=True), tool("other")]
+    found, alone = formed(tools=tools, response_format=FORM), formed(response_format=FORM)
+    free = read(tools=tools)
+    assert found is not None
+    assert alone is not None
+    assert free is not None
+    assert (found.param, found.trial) == ("response_format.json_schema.schema", None)
+    assert found.beside == replace(alone, beside=free.constraint)
+    assert free.constraint is not None
+    loose = formed(tools=[tool()], response_format=FORM)
+    assert loose is not None
+    assert loose.beside == alone
 
 
 def test_one_call_at_most_is_a_rule_for_free_calls_too() -> None:

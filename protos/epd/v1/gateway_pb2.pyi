@@ -87,7 +87,7 @@ class _ImageDetail:
 class _ImageDetailEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ImageDetail.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     IMAGE_DETAIL_UNSPECIFIED: _ImageDetail.ValueType  # 0
-    """Leave the image as it is ("auto" and "high")."""
+    """Leave the image as it is ("auto", "high" and "original")."""
     IMAGE_DETAIL_LOW: _ImageDetail.ValueType  # 1
     """Reduce it first (limits.low_detail_pixels): fewer tokens where it was large."""
 
@@ -95,7 +95,7 @@ class ImageDetail(_ImageDetail, metaclass=_ImageDetailEnumTypeWrapper):
     """As OpenAI's `detail`."""
 
 IMAGE_DETAIL_UNSPECIFIED: ImageDetail.ValueType  # 0
-"""Leave the image as it is ("auto" and "high")."""
+"""Leave the image as it is ("auto", "high" and "original")."""
 IMAGE_DETAIL_LOW: ImageDetail.ValueType  # 1
 """Reduce it first (limits.low_detail_pixels): fewer tokens where it was large."""
 Global___ImageDetail: _TypeAlias = ImageDetail  # noqa: Y015
@@ -599,7 +599,7 @@ class GenerationOptions(_message.Message):
     """Answers to the same prompt, side by side; at least 1."""
     json_object: _builtins.bool
     """At most one of these four: what the whole answer must look like. This one: any
-    JSON object.
+    JSON object; beside tools, where the answer calls none. The others go without tools.
     """
     guided_json: _builtins.str
     """JSON Schema, as JSON."""
