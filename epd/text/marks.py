@@ -13,7 +13,6 @@ from typing import Any
 
 from epd.errors import invalid
 
-
 _PRIVATE = range(0xF0000, 0xFFFFE)
 """Characters that nobody writes: plane 15's private ones."""
 
