@@ -23,6 +23,8 @@ from protos.epd.v1 import common_pb2, decode_pb2_grpc
 from protos.epd.v1 import decode_pb2 as pb
 
 Context = grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeEvent]
+_MOST_BYTES = 16 << 10
+"""Of tokens in one message, about; a single one is always sent."""
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -56,7 +58,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         )
         try:
             # A slow client holds up this loop only: what gathers meanwhile is
-            # coalesced into one message.
+            # coalesced into few messages.
             while events := await ticket.events.take():
                 for message in messages(events):
                     await context.write(message)
@@ -82,23 +84,34 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
 
 def messages(events: Sequence[Event]) -> Iterator[pb.DecodeEvent]:
-    """Events as messages; tokens in a row become one message."""
+    """Events as messages; tokens in a row become few messages, each of a bounded size."""
     made: list[TokenMade] = []
     for event in events:
         if isinstance(event, TokenMade):
             made.append(event)
             continue
-        if made:
-            yield _tokens(made)
-            made = []
+        yield from _tokens(made)
+        made = []
         yield _message(event)
-    if made:
-        yield _tokens(made)
+    yield from _tokens(made)
 
 
-def _tokens(made: Sequence[TokenMade]) -> pb.DecodeEvent:
-    tokens = [token_to_proto(event.token) for event in made]
-    return pb.DecodeEvent(tokens=pb.Tokens(first_index=made[0].index, tokens=tokens))
+def _tokens(made: Sequence[TokenMade]) -> Iterator[pb.DecodeEvent]:
+    """With logprobs, tokens that gathered for long would be larger together than any message
+    may be (`rpc.control_bytes`)."""
+    tokens: list[common_pb2.Token] = []
+    first = size = 0
+    for event in made:
+        token = token_to_proto(event.token)
+        size += token.ByteSize()
+        if tokens and size > _MOST_BYTES:
+            yield pb.DecodeEvent(tokens=pb.Tokens(first_index=first, tokens=tokens))
+            tokens, size = [], token.ByteSize()
+        if not tokens:
+            first = event.index
+        tokens.append(token)
+    if tokens:
+        yield pb.DecodeEvent(tokens=pb.Tokens(first_index=first, tokens=tokens))
 
 
 def _message(event: Event) -> pb.DecodeEvent:

@@ -46,7 +46,11 @@ from gateway.together import Together
 _log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 _BUFFERED_EVENTS = 64
-"""Events kept for a client that reads slowly; then decode is held back."""
+"""Events kept for a client that reads slowly; then no more is taken from decode, where the
+tokens of this one answer wait."""
+_MOST_TOGETHER = 2048
+"""Tokens, with the alternatives to each, that are given to a client at once: all that waits
+may be larger than any message may be, and encoding it would hold up everybody else."""
 _RETRY_WAIT_S = 1.0
 """How long a retry waits for a worker: two heartbeats, by default."""
 
@@ -127,18 +131,20 @@ class Run:
         return event
 
     async def ready(self) -> list[Event]:
-        """The next event, and all that wait behind it.
+        """The next event, and those that wait behind it, up to `_MOST_TOGETHER`.
 
         Raises:
             EpdError: see `next`; events before the fault come first.
         """
         events = [await self.next()]
-        while not self._events.empty():
+        weight = events[0].weight
+        while weight < _MOST_TOGETHER and not self._events.empty():
             event = self._events.get_nowait()
             if isinstance(event, EpdError):
                 self._fault = event
                 break
             events.append(event)
+            weight += event.weight
         return events
 
     def stop(self, choice: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from epd.jobs import FinishReason, ImageItem, SampledToken, SamplingParams
 
@@ -41,6 +42,7 @@ class Accepted:
     """Prefill reserved memory for the request. Comes once, first."""
 
     cached_tokens: int
+    weight: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,11 @@ class NewTokens:
     tokens: tuple[SampledToken, ...]
     choice: int = 0
 
+    @property
+    def weight(self) -> int:
+        """How large it is, roughly: tokens, and the alternatives to each."""
+        return sum(1 + len(token.top) for token in self.tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -57,6 +64,7 @@ class Ended:
 
     reason: FinishReason
     choice: int = 0
+    weight: ClassVar[int] = 0
 
 
 Event = Accepted | NewTokens | Ended

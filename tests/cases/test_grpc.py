@@ -118,3 +118,26 @@ async def test_rpc_04_a_slow_reader_holds_decode_back(
         call.cancel()
         await house.settled()
     assert len(house.script.jobs_of(Stage.DECODE)) == 1
+
+
+async def test_rpc_04_a_reader_that_was_slow_gets_all_of_it(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What gathered meanwhile is more than one message may hold."""
+    request, made = ask_much(house, monkeypatch)
+    house.script.tokens_per_message = 4
+    async with grpc.aio.insecure_channel(
+        house.grpc, options=[("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14)]
+    ) as channel:
+        call = gateway_pb2_grpc.GatewayStub(channel).Chat(request)
+        events = aiter(call)
+        await anext(events)
+        async with asyncio.timeout(LIMIT_S):
+            previous = -1
+            while made[0] != previous or not made[0]:
+                previous = made[0]
+                await asyncio.sleep(1)
+            rest = [event async for event in events]
+    assert sum(len(event.delta.tokens) for event in rest) == len(house.script.output)
+    assert rest[-1].finished.usage.completion_tokens == len(house.script.output)
+    assert len(house.script.jobs_of(Stage.DECODE)) == 1

@@ -8,6 +8,7 @@ import pytest
 
 from decode.service import messages
 from decode.ticket import Admitted, Event, Finished, KvFetched, ReadsTerminal, TokenMade
+from epd.config import RpcConfig
 from epd.jobs import FinishReason, SampledToken, StageTiming
 from epd.runtime.mailbox import Mailbox
 
@@ -28,6 +29,31 @@ def test_tokens_in_a_row_become_one_message_in_order() -> None:
     assert sent[2].tokens.first_index == 1
     assert [token.id for token in sent[2].tokens.tokens] == [101, 102, 103, 104, 105]
     assert sent[3].finished.output_tokens == 6
+
+
+def test_what_gathered_for_long_is_no_message_too_large_to_send() -> None:
+    """Ten thousand tokens with twenty alternatives each, for a client that reads slowly."""
+    top = tuple((index, -float(index)) for index in range(20))
+    events: list[Event] = [
+        TokenMade(index, SampledToken(index, -1.0, top)) for index in range(3, 10_003)
+    ]
+    sent = list(messages([*events, Finished(FinishReason.LENGTH, 10_003, StageTiming())]))
+    assert max(message.ByteSize() for message in sent) < RpcConfig().control_bytes / 32
+    *tokens, finished = sent
+    assert finished.HasField("finished")
+    at = 3
+    for message in tokens:
+        assert message.tokens.first_index == at
+        at += len(message.tokens.tokens)
+    assert at == 10_003
+    assert [t.id for m in tokens for t in m.tokens.tokens] == list(range(3, 10_003))
+
+
+def test_a_token_larger_than_a_message_should_be_is_sent_alone() -> None:
+    top = tuple((index, -1.0) for index in range(5000))
+    large = [TokenMade(index, SampledToken(index, -1.0, top)) for index in range(3)]
+    sent = list(messages(large))
+    assert [(m.tokens.first_index, len(m.tokens.tokens)) for m in sent] == [(0, 1), (1, 1), (2, 1)]
 
 
 def test_tokens_alone_and_a_last_word() -> None:
