@@ -84,6 +84,8 @@ class Holdings:
         """Cache the blocks that the chunk filled, whatever becomes of the request."""
         first, hashes = len(ticket.sums), ticket.chain.hashes
         ticket.sums += outcome.sums
+        if ticket.damaged:
+            return  # the step read what is in doubt
         if any(doubtful(token) for token in outcome.tokens):
             self._kv.prefix.discard(hashes)  # e.g. its logits are no numbers: don't spread that
             self._landing.doubt(ticket.landing.values())
@@ -99,6 +101,7 @@ class Holdings:
     def damaged(self, ticket: Ticket) -> None:
         """Its reader found other bytes than were announced: nobody else gets them."""
         logger.error("a reader found damaged blocks", extra={"blocks": len(ticket.blocks)})
+        ticket.damaged = True
         self._kv.prefix.discard(ticket.chain.hashes)
 
     def release_landing(self, ticket: Ticket) -> None:

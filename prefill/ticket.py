@@ -106,6 +106,8 @@ class Ticket:
     closed: bool = False
     lost: bool = False
     """Contact was lost: what was announced is quarantined."""
+    damaged: bool = False
+    """Its reader found other bytes than were announced: nothing more of it is cached."""
     told_last: bool = False
     """FirstToken or ReadsTerminal is in the mailbox: a half-close is a release."""
     events: Mailbox[Event] = field(default_factory=Mailbox)

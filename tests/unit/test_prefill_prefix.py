@@ -242,6 +242,21 @@ async def test_blocks_that_a_reader_found_damaged_are_given_to_nobody_else(bench
     assert cached(await ask(bench, ids)) == 8
 
 
+async def test_what_a_step_makes_of_damaged_blocks_is_given_to_nobody_either(
+    bench: Bench,
+) -> None:
+    """Damage is reported while the next chunk runs."""
+    ids = list(range(20, 30))
+    bench.lm.gate.clear()
+    ticket = await bench.worker.submit(prefill_job(ids))
+    await in_step(ticket)
+    bench.worker.cancel(ticket, damaged=True)
+    bench.lm.gate.set()
+    await until_event(ticket, ReadsTerminal)
+    bench.worker.close(ticket, clean=True)
+    assert len(bench.kv.prefix) == 0
+
+
 async def test_lost_readers_of_a_shared_prefix_hold_it_and_it_is_still_found(
     bench: Bench,
 ) -> None:
