@@ -318,8 +318,12 @@ class PrefillWorker(LmWorker[Ticket]):
     # -- the whole worker ---------------------------------------------------
 
     def describe(self) -> Description:
+        # Output as well: a request that decode pushes out, or loses, is prefilled again with
+        # all that it has made by then.
+        pool_tokens = self._num_blocks * self._layout.block_tokens
         return replace(
             super().describe(),
+            max_context=min(self._max_context, pool_tokens),
             max_rows=self._landing.arena.nbytes // embedding_bytes(self.spec, 1),
             max_queue=self._config.prefill.max_queue,
         )
