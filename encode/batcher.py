@@ -44,6 +44,8 @@ class _Picture:
     rows: int
     behind: int | None
     """The first of its request, which is decoded before."""
+    file_bytes: int
+    """Of the file that it is still: it is none any more once it is decoded."""
     state: _State = _State.QUEUED
     patches: int = 0
 
@@ -57,6 +59,8 @@ class Limits:
     decoding: int = 4
     """Pictures that are being decoded."""
     ahead: int = 32
+    max_file_bytes: int = 1 << 62
+    """Of the files that wait, together; one may wait however large it is."""
 
 
 class Batcher:
@@ -85,32 +89,62 @@ class Batcher:
         picture = self._ready().first()
         return None if picture is None else picture.key
 
-    def make_room(self, client: bytes) -> int | None:
-        """Where the queue is full: whose picture gives its place to one of `client`, so that
-        no client keeps the others out. It must be aborted then."""
-        if len(self._waiting) < self._limits.max_queue:
-            return None
-        queued = [p for p in self._waiting.values() if p.state is _State.QUEUED]
-        return gives_way(((p.client, p.key) for p in queued), client)
+    def make_room(self, client: bytes, file_bytes: int = 0) -> list[int]:
+        """Where the queue is too full for a file of so many bytes: whose pictures give their
+        places to one of `client`, so that no client keeps the others out. They must be
+        aborted then."""
+        leaving: list[int] = []
+        waiting, held = dict(self._waiting), self._file_bytes
+        while len(waiting) >= self._limits.max_queue or self._too_large(held, file_bytes):
+            queued = ((p.client, p.key) for p in waiting.values() if p.state is _State.QUEUED)
+            key = gives_way(queued, client)
+            if key is None:
+                return []
+            held -= waiting.pop(key).file_bytes
+            leaving.append(key)
+        return leaving
 
-    def admit(self, key: int, *, client: bytes = b"", request: str = "", rows: int = 1) -> int:
+    @property
+    def _file_bytes(self) -> int:
+        return sum(picture.file_bytes for picture in self._waiting.values())
+
+    def _too_large(self, held: int, more: int) -> bool:
+        return held > 0 and held + more > self._limits.max_file_bytes
+
+    def admit(
+        self,
+        key: int,
+        *,
+        client: bytes = b"",
+        request: str = "",
+        rows: int = 1,
+        file_bytes: int = 0,
+    ) -> int:
         """Queue a picture; returns how many wait before it. `client` is whose share it
         takes of; `request` is a name of the client's, "" of none.
 
         Raises:
             EpdError: OVERLOADED when the queue is full.
         """
-        depth, most = len(self._waiting), self._limits.max_queue
-        if depth >= most:
-            reason = f"{depth} images wait, {most} may (encode.max_queue)"
-            raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
+        self._check_queue(file_bytes)
         assert key not in self._waiting
         assert key not in self._running
-        named = (client, request)
+        depth, named = len(self._waiting), (client, request)
         same = (p.key for p in self._waiting.values() if (p.client, p.request) == named)
         behind = next(same, None) if request else None
-        self._waiting[key] = _Picture(key, client, request, rows, behind)
+        self._waiting[key] = _Picture(key, client, request, rows, behind, file_bytes)
         return depth
+
+    def _check_queue(self, more: int) -> None:
+        depth, held = len(self._waiting), self._file_bytes
+        if depth >= (most := self._limits.max_queue):
+            reason = f"{depth} images wait, {most} may (encode.max_queue)"
+        elif self._too_large(held, more):
+            most = self._limits.max_file_bytes
+            reason = f"{held} bytes of images wait, {most} may (encode.max_queue_mib)"
+        else:
+            return
+        raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
 
     # -- decoding -----------------------------------------------------------
 
@@ -148,7 +182,7 @@ class Batcher:
         picture = self._waiting.get(key)
         if picture is not None:
             assert picture.state is _State.DECODING
-            picture.state, picture.patches = _State.READY, patches
+            picture.state, picture.patches, picture.file_bytes = _State.READY, patches, 0
 
     # -- encoding -----------------------------------------------------------
 

@@ -26,8 +26,6 @@ class Work:
     """The first waiter's, without the file's bytes once they are decoded."""
     nbytes: int
     """Of the rows."""
-    file_bytes: int
-    """Of the file that it still holds."""
     since: Stopwatch = field(default_factory=Stopwatch)
 
     waiters: list[Ticket] = field(default_factory=list)

@@ -110,15 +110,17 @@ class EncodeWorker(StageWorker[Ticket]):
         if work is None:
             work = self._by_key[key] = self._works.begin(key, job, nbytes)
             metrics.CACHE_LOOKUPS.labels(_CACHE, "miss").inc()
-        elif len(self._tickets) < (most := self._config.encode.max_queue):
+        elif (waiting := self._waiting_of(job.salt)) < (most := self._config.encode.max_queue):
             metrics.CACHE_LOOKUPS.labels(_CACHE, "joined").inc()
         else:
-            raise EpdError(
-                ErrorKind.OVERLOADED,
-                f"{len(self._tickets)} images wait or are read, {most} may (encode.max_queue)",
-                retry_after_s=1.0,
-            )
+            reason = f"{waiting} images of this client wait, {most} may (encode.max_queue)"
+            raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
         return work
+
+    def _waiting_of(self, client: bytes) -> int:
+        """Whoever waits for what is made already takes no place in the queue, but a stream."""
+        tickets = self._tickets.values()
+        return sum(ticket.work is not None and ticket.job.salt == client for ticket in tickets)
 
     def _ended(self, work: Work, result: int | EpdError) -> None:
         """Give all waiters the rows, or the reason why there are none."""

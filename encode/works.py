@@ -18,7 +18,7 @@ from encode.cache import EmbeddingCache
 from encode.images import ImagePreparer
 from encode.work import Work
 from epd.config import Config, EncodeConfig
-from epd.errors import EpdError, ErrorKind, crowded
+from epd.errors import EpdError, crowded
 from epd.jobs import EncodeJob, Stage
 from epd.models.encoder import VisionEncoder
 from epd.obs import metrics
@@ -56,7 +56,6 @@ class Works:
         self._arena = arena
         self._cache = cache
         self._ended = ended
-        self._max_file_bytes = config.encode.max_queue_mib << 20
         self.batcher = Batcher(_limits(config.encode))
         self._works: dict[int, Work] = {}
         self._next = 0
@@ -86,24 +85,19 @@ class Works:
         Raises:
             EpdError: OVERLOADED, the queue is full.
         """
-        self._check_queue(len(job.image))
-        if (crowded_out := self.batcher.make_room(job.salt)) is not None:
-            self._fail(self._works[crowded_out], crowded())
+        for crowded_out in self.batcher.make_room(job.salt, len(job.image)):
+            self._drop(self._works[crowded_out], crowded())
         number, self._next = self._next, self._next + 1
-        self.batcher.admit(number, client=job.salt, request=job.request_id, rows=job.item.rows)
-        work = self._works[number] = Work(number, key, job, nbytes, len(job.image))
+        self.batcher.admit(
+            number,
+            client=job.salt,
+            request=job.request_id,
+            rows=job.item.rows,
+            file_bytes=len(job.image),
+        )
+        work = self._works[number] = Work(number, key, job, nbytes)
         self._prepare_next()
         return work
-
-    def _check_queue(self, more: int) -> None:
-        """The queue is bounded in bytes too: it holds compressed files."""
-        held = sum(work.file_bytes for work in self._works.values())
-        if held and held + more > self._max_file_bytes:
-            raise EpdError(
-                ErrorKind.OVERLOADED,
-                f"{held} bytes of images wait, {self._max_file_bytes} may (encode.max_queue_mib)",
-                retry_after_s=1.0,
-            )
 
     def abandon(self, work: Work) -> bool:
         """Nobody waits any more. False if it runs: then its result comes all the same."""
@@ -122,10 +116,13 @@ class Works:
         work.prepared = work.task = None  # cancelled, it keeps what knows this work
 
     def _fail(self, work: Work, error: EpdError) -> None:
+        self._drop(work, error)
+        self._prepare_next()
+
+    def _drop(self, work: Work, error: EpdError) -> None:
         self.batcher.abort(work.number)
         self._end(work)
         self._ended(work, error)
-        self._prepare_next()
 
     def _prepare_next(self) -> None:
         """Whenever a picture came, was decoded, or left."""
@@ -146,7 +143,7 @@ class Works:
             logger.exception("a picture can't be prepared")
             return self._fail(work, internal(work.name))
         work.preprocess_ms = watch.ms
-        work.job, work.file_bytes = replace(work.job, image=b""), 0
+        work.job = replace(work.job, image=b"")
         self.batcher.decoded(work.number, prepared.patches)
         self._prepare_next()
         self.steps.poke()
@@ -221,4 +218,10 @@ def _limits(config: EncodeConfig) -> Limits:
     """Each process of the sandbox finds its next picture waiting; else the queue holds
     compressed files, not pixels."""
     decoding = 2 * config.decode_workers
-    return Limits(config.batch_patches, config.max_queue, decoding, _DECODED_AHEAD + decoding)
+    return Limits(
+        config.batch_patches,
+        config.max_queue,
+        decoding,
+        _DECODED_AHEAD + decoding,
+        config.max_queue_mib << 20,
+    )

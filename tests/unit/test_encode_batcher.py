@@ -175,16 +175,51 @@ def test_one_clients_burst_does_not_hold_up_another_ones_picture() -> None:
 def test_a_burst_does_not_keep_others_out_of_a_full_queue() -> None:
     batcher = made(max_queue=4, decoding=1)
     for key in range(4):
-        assert batcher.make_room(b"burst") is None
+        assert batcher.make_room(b"burst") == []
         batcher.admit(key, client=b"burst")
     assert batcher.next_pictures() == [0]
-    assert batcher.make_room(b"burst") is None
+    assert batcher.make_room(b"burst") == []
     for key in (10, 11):
-        leaving = batcher.make_room(b"one")
-        if leaving is not None:
-            batcher.abort(leaving)
+        if leaving := batcher.make_room(b"one"):
+            batcher.abort(*leaving)
             batcher.admit(key, client=b"one")
     assert sorted(batcher._waiting) == [0, 1, 2, 10], "what is being decoded stays"
+
+
+def full_of_bytes() -> Batcher:
+    """Four files of 25 of one client, where 100 bytes may wait; the first is being decoded."""
+    batcher = Batcher(Limits(100, 100, decoding=1, max_file_bytes=100))
+    for key in range(4):
+        batcher.admit(key, client=b"burst", file_bytes=25)
+    assert batcher.next_pictures() == [0]
+    return batcher
+
+
+def test_files_that_wait_are_bounded_in_bytes_too() -> None:
+    batcher = full_of_bytes()
+    with pytest.raises(EpdError, match=r"encode\.max_queue_mib") as caught:
+        batcher.admit(4, file_bytes=1)
+    assert caught.value.kind is ErrorKind.OVERLOADED
+    batcher.decoded(0, 10)  # pixels now, which are counted otherwise
+    batcher.admit(4, file_bytes=25)
+
+
+def test_one_file_may_wait_however_large_it_is() -> None:
+    batcher = Batcher(Limits(100, 100, max_file_bytes=100))
+    batcher.admit(0, file_bytes=101)
+    with pytest.raises(EpdError):
+        batcher.admit(1, file_bytes=1)
+
+
+def test_a_burst_of_large_files_does_not_keep_others_out() -> None:
+    batcher = full_of_bytes()
+    assert batcher.make_room(b"burst", 25) == []
+    assert batcher.make_room(b"one", 25) == [3]
+    assert batcher.make_room(b"one", 50) == [3, 2], "as many as it takes"
+    assert batcher.make_room(b"one", 100) == [], "nobody leaves for who wouldn't fit either"
+    batcher.abort(3)
+    batcher.admit(10, client=b"one", file_bytes=25)
+    assert batcher.make_room(b"one", 25) == [], "it would have as many then"
 
 
 def test_shares_go_by_patches_not_by_pictures() -> None:

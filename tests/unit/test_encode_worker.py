@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -253,13 +253,26 @@ async def test_switched_off_each_is_encoded_on_its_own() -> None:
 
 
 async def test_waiting_for_others_work_is_bounded_too(bench: Bench) -> None:
+    """For each client by itself: who waits for a picture that is made already is no burden."""
     bench.pictures.gate.clear()
-    tickets = [bench.worker.submit(job(1)) for _ in range(20)]
+    tickets = [bench.worker.submit(job(1, salt=b"burst")) for _ in range(20)]
     with pytest.raises(EpdError) as caught:
-        bench.worker.submit(job(1))
+        bench.worker.submit(job(1, salt=b"burst"))
     assert caught.value.kind is ErrorKind.OVERLOADED
+    tickets += [bench.worker.submit(job(2, salt=b"one")) for _ in range(2)]
     for ticket in tickets:
         bench.worker.close(ticket, clean=False)
+
+
+async def test_pictures_that_are_being_read_keep_nobody_from_joining(bench: Bench) -> None:
+    """They wait for nothing here, however many they are."""
+    read = [(await bench.ready(job(1)))[0] for _ in range(20)]
+    bench.pictures.gate.clear()
+    waiting = [bench.worker.submit(job(2)) for _ in range(2)]
+    bench.pictures.gate.set()
+    for ticket in (*read, *waiting):
+        await asyncio.wait_for(asyncio.shield(ticket.finished), LIMIT_S)
+        bench.worker.close(ticket, clean=True)
 
 
 @pytest.mark.parametrize(
@@ -348,6 +361,33 @@ async def test_the_last_of_a_burst_gives_its_place_to_another_client() -> None:
         await asyncio.wait_for(asyncio.shield(ticket.finished), LIMIT_S)
         bench.worker.close(ticket, clean=True)
     bench.worker.close(burst[-1], clean=True)
+    await bench.close()
+
+
+async def test_several_of_a_burst_give_way_to_one_large_file() -> None:
+    """Of 200 KiB each, where 1 MiB may wait; the other's has 400."""
+    bench = Bench(encode__max_queue_mib=1, encode__decode_workers=1)
+    bench.pictures.gate.clear()
+
+    def sized(number: int, kib: int, salt: bytes) -> EncodeJob:
+        wanted = job(number, f"{salt!r}{number}", salt=salt)
+        return replace(wanted, image=bytes([number]) * (kib << 10))
+
+    burst = [bench.worker.submit(sized(n, 200, b"burst")) for n in range(1, 6)]
+    await until(lambda: bench.pictures.decoded[2])
+    with pytest.raises(EpdError, match="max_queue_mib"):
+        bench.worker.submit(sized(6, 200, b"burst"))
+    other = bench.worker.submit(sized(20, 400, b"other"))
+    for ticket in burst[3:]:
+        with pytest.raises(EpdError) as caught:
+            await ticket.finished
+        assert caught.value.kind is ErrorKind.OVERLOADED
+    bench.pictures.gate.set()
+    for ticket in (*burst[:3], other):
+        await asyncio.wait_for(asyncio.shield(ticket.finished), LIMIT_S)
+        bench.worker.close(ticket, clean=True)
+    for ticket in burst[3:]:
+        bench.worker.close(ticket, clean=True)
     await bench.close()
 
 
