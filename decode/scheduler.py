@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from epd.errors import EpdError, ErrorKind
-from epd.fairness import FairQueue
+from epd.fairness import FairQueue, gives_way
 from epd.kv.blocks import BlockAllocator
 from epd.kv.prefix import PrefixCache, Reserved
 
@@ -77,6 +77,7 @@ class _Sequence:
     most_blocks: int
     hashes: tuple[bytes, ...]
     client: bytes
+    resumed: bool
     state: _State = _State.JOINED
     blocks: list[int] = field(default_factory=list)
     adopts: bool = False  # prefill, in this process, gives it all full blocks
@@ -138,11 +139,13 @@ class Scheduler:
         arrival: float,
         hashes: Sequence[bytes] = (),
         client: bytes = b"",
+        resumed: bool = False,
     ) -> None:
         """A request joins: `kv_tokens` come from prefill, `most_tokens` is all the KV
         that it can ever need. `arrival` decides who is youngest; a request that was
         preempted keeps its first one. `hashes` name the full blocks of `kv_tokens`.
-        `client` is whose share it takes of.
+        `client` is whose share it takes of. `resumed`: its client has a part of the answer
+        already, so that no full queue refuses it, and it takes no place in one.
 
         Raises:
             EpdError: CONTEXT_LENGTH_EXCEEDED if it can't fit even an empty pool,
@@ -158,11 +161,24 @@ class Scheduler:
                 f"(kv.decode_tokens) holds {pool}",
                 param="max_tokens",
             )
-        if self.waiting >= self._max_queue:
-            reason = f"{self.waiting} requests wait, {self._max_queue} may (decode.max_queue)"
+        if not resumed and (waiting := len(self._new())) >= self._max_queue:
+            reason = f"{waiting} requests wait, {self._max_queue} may (decode.max_queue)"
             raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
-        age = (arrival, key)
-        self._all[key] = _Sequence(key, age, kv_tokens, most_tokens, most, tuple(hashes), client)
+        age, names = (arrival, key), tuple(hashes)
+        self._all[key] = _Sequence(key, age, kv_tokens, most_tokens, most, names, client, resumed)
+
+    def _new(self) -> list[_Sequence]:
+        """Who waits and can be refused, in order of arrival."""
+        waiting = self._by_age(_State.JOINED, _State.WAITING)
+        return [sequence for sequence in waiting if not sequence.resumed]
+
+    def make_room(self, client: bytes, most_tokens: int) -> int | None:
+        """Where the queue is full: who gives its place to a request of `client` that may need
+        `most_tokens`, so that no client keeps the others out. It must be finished then."""
+        waiting = self._new()
+        if len(waiting) < self._max_queue or self._blocks_for(most_tokens) > self._num_blocks:
+            return None
+        return gives_way(((s.client, s.key) for s in waiting), client)
 
     def announced(self, key: int, adopts: bool = False) -> None:
         """Its first blocks can be read, or adopted: it may reserve from now on."""
@@ -289,9 +305,6 @@ class Scheduler:
             sequence.gone = True
         else:
             self._release(sequence)
-
-    abort = finish
-    """Same as `finish`; the caller has drained the reads."""
 
     release = finish
     """For a sequence that was preempted while loading, after its reads ended."""

@@ -27,7 +27,7 @@ from decode.loading import KvReader
 from decode.scheduler import Place, Scheduler, Slot, Step
 from decode.ticket import Admitted, Finished, KvFetched, ReadsTerminal, Ticket, TokenMade
 from epd.config import Config
-from epd.errors import EpdError, ErrorKind, invalid
+from epd.errors import EpdError, ErrorKind, crowded, invalid
 from epd.jobs import DecodeJob, FinishReason, SampledToken, Stage
 from epd.kv.prefix import BlockChain
 from epd.kv.store import KvStore
@@ -105,10 +105,16 @@ class DecodeWorker(LmWorker[Ticket]):
         # The last token's own KV is never needed.
         most = min(total + left - 1, self._max_context)
         arrival = job.arrival_ms or time.time() * 1000
-        self._scheduler.admit(key, total, most, arrival, chain.hashes, job.salt)
+        if not job.resumed:
+            self._make_room(job, most)
+        self._scheduler.admit(key, total, most, arrival, chain.hashes, job.salt, job.resumed)
         ticket = Ticket(key, job, SamplerState(job.sampling, prompt, output, matcher), chain)
         self._tickets[key] = ticket
         return ticket
+
+    def _make_room(self, job: DecodeJob, most: int) -> None:
+        if (crowded_out := self._scheduler.make_room(job.salt, most)) is not None:
+            self._fail(self._tickets[crowded_out], crowded())
 
     def _chain(self, job: DecodeJob) -> BlockChain:
         return self._kv.chain(

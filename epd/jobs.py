@@ -107,6 +107,11 @@ class PrefillJob:
     choices: int = 1
     """Outputs that start here, with `sampling.choice` and the numbers after it."""
 
+    @property
+    def resumed(self) -> bool:
+        """Pushed out, or lost, in the middle of its answer: its client has a part of it."""
+        return len(self.token_ids) > self.prompt_length
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeJob:
@@ -121,6 +126,11 @@ class DecodeJob:
     salt: bytes = b""
     arrival_ms: int = 0
     """When the gateway received the request (Unix time); 0: now. Who is youngest."""
+
+    @property
+    def resumed(self) -> bool:
+        """As in `PrefillJob`."""
+        return len(self.token_ids) > self.prompt_length
 
 
 @dataclass(frozen=True, slots=True)

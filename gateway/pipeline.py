@@ -193,8 +193,12 @@ class Run:
                 return
             assert fault is not None
             # A preempted request that moves on may do so as often as it must.
-            failures += not (fault.handed_back or (preempted and progressed))
-            self._check_retry(fault, failures, group, preempted)
+            moved_on = preempted and progressed
+            full = self._finds_full(fault) and not moved_on
+            failures += not (fault.handed_back or full or moved_on)
+            self._check_retry(fault, failures, group, preempted or full)
+            if full:
+                await asyncio.sleep(fault.error.retry_after_s or _RETRY_WAIT_S)
             await self._recover()
             if len(group) > 1 and not _can_share(group):
                 return await self._part(group, failures)
@@ -232,14 +236,21 @@ class Run:
                 await progress.end()
         return failure, preempted, attempt.progressed
 
+    def _finds_full(self, fault: StageFault) -> bool:
+        """Whether there is no room for a request that decode had begun (the first token is
+        prefill's): its client has a part of the answer, which is not broken off for that."""
+        begun = any(len(progress.output) > 1 for progress in self._progresses)
+        return begun and fault.error.kind is ErrorKind.OVERLOADED
+
     def _check_retry(
-        self, fault: StageFault, failures: int, group: list[Progress], preempted: bool
+        self, fault: StageFault, failures: int, group: list[Progress], may_wait: bool
     ) -> None:
-        """Return if another attempt makes sense, else raise the fault."""
+        """Return if another attempt makes sense, else raise the fault. `may_wait`: also at the
+        same place, although it is full."""
         if failures >= MAX_ATTEMPTS or not fault.error.mapping.retryable:
             raise fault
         avoid = group[0].avoid[fault.stage]
-        crowded = fault.error.kind is ErrorKind.OVERLOADED and not preempted
+        crowded = fault.error.kind is ErrorKind.OVERLOADED and not may_wait
         if crowded and not self._pipeline.stages.registry.has_other(fault.stage, avoid):
             raise fault
         extra = {"request": self._request.request_id}

@@ -60,6 +60,7 @@ class _Request:
     atomic: tuple[tuple[int, int], ...]
     overlap: bool
     client: bytes
+    resumed: bool
     computed: int = 0
     ready: set[int] = field(default_factory=set)
     in_step: bool = False
@@ -102,7 +103,6 @@ class Scheduler:
     ) -> None:
         self._overlap = overlap
         self._max_queue_tokens = max_queue_tokens
-        self._waiting_tokens = 0
         self._step_tokens = step_tokens
         self._chunk_tokens = min(chunk_tokens, step_tokens)
         self._max_queue = max_queue
@@ -131,27 +131,35 @@ class Scheduler:
         items: Sequence[ItemSpan] = (),
         atomic: Sequence[tuple[int, int]] = (),
         client: bytes = b"",
+        resumed: bool = False,
     ) -> None:
         """Queue a request of `total` tokens.
 
         `atomic` are spans [first, stop) that one forward must hold whole
-        (bidirectional attention). `client` is whose share it takes of.
+        (bidirectional attention). `client` is whose share it takes of. `resumed`: its client
+        has a part of the answer already, so that no full queue refuses it, and it takes no
+        place in one; there are no more of these than ran before.
 
         Raises:
             EpdError: OVERLOADED when the queue is full.
         """
-        self._check_queue(total)
+        if not resumed:
+            self._check_queue(total)
         places = (tuple(items), tuple(atomic))
-        self._waiting[key] = _Request(key, total, *places, self._overlap, client)
-        self._waiting_tokens += total
+        self._waiting[key] = _Request(key, total, *places, self._overlap, client, resumed)
         self._queue.add(key, client)
+
+    def _new(self) -> dict[int, _Request]:
+        """What waits and can be refused, in order of arrival."""
+        return {key: request for key, request in self._waiting.items() if not request.resumed}
 
     def make_room(self, client: bytes, total: int) -> list[int]:
         """Where the queue is too full for a request of `total` tokens: whose requests give
         their places to one of `client`, so that no client keeps the others out. They must
         be aborted then."""
         leaving: list[int] = []
-        waiting, tokens = dict(self._waiting), self._waiting_tokens
+        waiting = self._new()
+        tokens = sum(request.total for request in waiting.values())
         while len(waiting) >= self._max_queue or (
             waiting and tokens + total > self._max_queue_tokens
         ):
@@ -164,7 +172,8 @@ class Scheduler:
 
     def _check_queue(self, more: int) -> None:
         """One request may wait however long it is."""
-        waiting, tokens = len(self._waiting), self._waiting_tokens
+        new = self._new().values()
+        waiting, tokens = len(new), sum(request.total for request in new)
         if waiting >= self._max_queue:
             reason = f"{waiting} requests wait, {self._max_queue} may (prefill.max_queue)"
         elif waiting and tokens + more > (most := self._max_queue_tokens):
@@ -172,11 +181,6 @@ class Scheduler:
         else:
             return
         raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
-
-    def _leave_queue(self, key: int) -> _Request:
-        request = self._waiting.pop(key)
-        self._waiting_tokens -= request.total
-        return request
 
     def reserve(self, try_reserve: Callable[[int], int | None]) -> list[int]:
         """Move requests from waiting to running, clients in their turn.
@@ -191,7 +195,7 @@ class Scheduler:
             computed = try_reserve(key)
             if computed is None:
                 break
-            request = self._leave_queue(key)
+            request = self._waiting.pop(key)
             assert 0 <= computed < request.total
             request.computed = computed
             self._queue.take(key, request.total - computed)
@@ -242,8 +246,7 @@ class Scheduler:
         """Forget a request. True if a running step still uses its blocks."""
         request = self._running.pop(key, None)
         if request is None:
-            if key in self._waiting:
-                self._leave_queue(key)
+            self._waiting.pop(key, None)
             self._queue.drop(key)
             return False
         return request.in_step
@@ -251,7 +254,6 @@ class Scheduler:
     def check_integrity(self) -> None:
         assert not self._waiting.keys() & self._running.keys()
         assert len(self._queue) == len(self._waiting)
-        assert self._waiting_tokens == sum(r.total for r in self._waiting.values())
         assert all(key in self._queue for key in self._waiting)
         for request in self._running.values():
             assert request.computed <= request.limit()

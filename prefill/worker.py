@@ -99,9 +99,11 @@ class PrefillWorker(LmWorker[Ticket]):
         """
         self.memory.check_quarantine()
         ticket = await self._planner.plan(job)
-        for key in self._scheduler.make_room(job.salt, ticket.total):
-            self._fail(self._tickets[key], crowded())
-        self._scheduler.admit(ticket.key, ticket.total, ticket.spans, client=job.salt)
+        if not job.resumed:
+            for key in self._scheduler.make_room(job.salt, ticket.total):
+                self._fail(self._tickets[key], crowded())
+        what = (ticket.key, ticket.total, ticket.spans)
+        self._scheduler.admit(*what, client=job.salt, resumed=job.resumed)
         self._tickets[ticket.key] = ticket
         self._admit()  # now, not after the running step: encoding overlaps with it
         self.steps.poke()

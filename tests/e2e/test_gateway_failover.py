@@ -123,6 +123,31 @@ async def test_a_preempted_request_goes_on_with_the_only_decode(house: House) ->
 
 
 @pytest.mark.parametrize("stage", list(Stage))
+async def test_an_answer_that_has_begun_waits_where_queues_are_full(
+    house: House, stage: Stage
+) -> None:
+    """Pushed out by decode, and then a queue is full more often than anything may fail."""
+    full = fail(ErrorKind.OVERLOADED, "the queue is full", times=pipeline.MAX_ATTEMPTS)
+
+    async def preempt_once(call: Call) -> None:
+        if call.token == 4:
+            house.script.hooks = {f"{stage}.job": full}
+            await fail(ErrorKind.OVERLOADED, "preempted")(call)
+
+    expected = text_of(await house.stream(images=1))
+    house.script.hooks["decode.token"] = preempt_once
+    assert text_of(await house.stream(images=1)) == expected
+
+
+async def test_a_request_that_has_not_begun_is_refused_where_queues_are_full(
+    house: House,
+) -> None:
+    house.script.hooks["prefill.job"] = fail(ErrorKind.OVERLOADED, "the queue is full")
+    assert (await house.chat()).status == 429
+    assert len(house.script.jobs_of(Stage.PREFILL)) == 1
+
+
+@pytest.mark.parametrize("stage", list(Stage))
 async def test_what_waits_at_a_leaving_worker_goes_to_another_at_once(
     house: House, stage: Stage
 ) -> None:

@@ -90,7 +90,7 @@ def test_the_queue_takes_clients_in_turn() -> None:
     for key in range(6):
         scheduler.announced(key)
     assert reserve(scheduler) == [0, 5]
-    scheduler.abort(1)
+    scheduler.finish(1)
     scheduler.finish(0)
     scheduler.finish(5)
     assert reserve(scheduler) == [2, 3]
@@ -122,6 +122,45 @@ def test_a_full_queue_is_refused() -> None:
     with pytest.raises(EpdError) as caught:
         join(scheduler, 1, kv=4)
     assert caught.value.kind is ErrorKind.OVERLOADED
+
+
+def test_a_burst_does_not_keep_others_out_of_a_full_queue() -> None:
+    """The choices of a few requests fill it, those that wait for prefill among them."""
+    scheduler = make(num_blocks=100, max_running=1, max_queue=4)
+    for key in range(5):
+        assert scheduler.make_room(b"burst", 8) is None
+        scheduler.admit(key, 4, 8, arrival=key, client=b"burst")
+        if key < 3:
+            scheduler.announced(key)
+            scheduler.reserve()
+    assert scheduler.make_room(b"burst", 8) is None, "nobody gives way to an equal"
+    assert scheduler.make_room(b"one", 8) == 4, "the last that came"
+    assert scheduler.make_room(b"one", 401) is None, "nobody leaves for who can never fit"
+    scheduler.finish(4)
+    scheduler.admit(5, 4, 8, arrival=5, client=b"one")
+    assert scheduler.make_room(b"two", 8) == 3
+    scheduler.finish(3)
+    scheduler.admit(6, 4, 8, arrival=6, client=b"two")
+    assert scheduler.make_room(b"one", 8) is None, "it would have as many then"
+    scheduler.announced(5)
+    scheduler.finish(0)
+    assert reserve(scheduler) == [5], "whoever was given least is next"
+    scheduler.check_integrity()
+
+
+def test_no_full_queue_refuses_an_answer_that_has_begun() -> None:
+    """It counts in none either, and gives its place to nobody."""
+    scheduler = make(num_blocks=100, max_queue=2)
+    for key in range(2):
+        scheduler.admit(key, 4, 8, arrival=key, client=b"flood")
+    scheduler.admit(2, 4, 8, arrival=0.5, client=b"flood", resumed=True)
+    with pytest.raises(EpdError, match="2 requests wait"):
+        scheduler.admit(3, 4, 8, arrival=3, client=b"flood")
+    assert scheduler.make_room(b"one", 8) == 1
+    scheduler.finish(1)
+    scheduler.admit(4, 4, 8, arrival=4, client=b"one")
+    assert scheduler.waiting == 3
+    scheduler.check_integrity()
 
 
 def test_reservation_is_first_come_first_served() -> None:
@@ -182,7 +221,7 @@ def test_blocks_of_a_running_step_are_freed_when_it_is_done() -> None:
     join(scheduler, 0, kv=4)
     load(scheduler, 0)
     scheduler.next_batch()
-    scheduler.abort(0)
+    scheduler.finish(0)
     assert blocks.used == 2
     scheduler.complete()
     assert blocks.used == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -47,6 +48,32 @@ async def test_what_waits_is_handed_back_as_not_started(bench: Bench) -> None:
     bench.worker.close(waiting)
     assert isinstance((await drain(running))[-1], Finished)
     bench.worker.close(running)
+
+
+async def test_a_burst_gives_way_to_another_client_in_a_full_queue() -> None:
+    """A few requests with many choices each."""
+    bench = Bench(decode__max_queue=3)
+    job = functools.partial(decode_job, range(20, 30), max_tokens=5)
+    burst = [await bench.worker.submit(job(salt=b"burst")) for _ in range(3)]
+    with pytest.raises(EpdError, match=r"decode\.max_queue"):
+        await bench.worker.submit(job(salt=b"burst"))
+    other = await bench.worker.submit(job(salt=b"one"))
+    with pytest.raises(EpdError) as caught:
+        await drain(burst[2])
+    assert caught.value.kind is ErrorKind.OVERLOADED
+    assert not any(ticket.events.closed for ticket in (*burst[:2], other))
+    for ticket in (*burst, other):
+        bench.worker.close(ticket)
+    await bench.close()
+
+
+async def test_a_pushed_out_request_comes_again_into_a_full_queue() -> None:
+    bench = Bench(decode__max_queue=1)
+    waiting = await bench.worker.submit(decode_job(range(20, 30)))
+    again = await bench.worker.submit(decode_job(range(20, 30), prompt=8))
+    for ticket in (waiting, again):
+        bench.worker.close(ticket)
+    await bench.close()
 
 
 async def test_nothing_is_kept_of_a_request_that_left_while_it_read(bench: Bench) -> None:

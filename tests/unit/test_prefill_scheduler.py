@@ -198,6 +198,22 @@ def test_a_flood_does_not_keep_others_out_of_a_full_queue() -> None:
     scheduler.check_integrity()
 
 
+def test_no_full_queue_refuses_an_answer_that_has_begun() -> None:
+    """It counts in none either, and gives its place to nobody."""
+    scheduler = Scheduler(10, 10, max_queue=2, max_queue_tokens=50)
+    for key in range(2):
+        scheduler.admit(key, 25, client=b"flood")
+    scheduler.admit(2, 25, client=b"flood", resumed=True)
+    scheduler.admit(3, 25, client=b"flood", resumed=True)
+    with pytest.raises(EpdError, match="2 requests wait"):
+        scheduler.admit(4, 1, client=b"flood")
+    assert scheduler.make_room(b"one", 5) == [1]
+    scheduler.abort(1)
+    scheduler.admit(5, 25, client=b"one")
+    assert scheduler.reserve(lambda key: 0) == [0, 5, 2, 3]
+    scheduler.check_integrity()
+
+
 def test_abort_tells_whether_the_running_step_uses_the_blocks() -> None:
     scheduler = Scheduler(10, 10, 10)
     scheduler.admit(0, 50)

@@ -12,7 +12,7 @@ from epd.errors import EpdError, ErrorKind
 from epd.jobs import FinishReason
 from epd.transfer.arena import page_aligned
 from prefill.ticket import Admitted, EmbeddingFetched, FirstToken, KvReady, ReadsTerminal
-from tests.unit.fake_stage import IMAGE, POISON, prefill_job
+from tests.unit.fake_stage import BLOCK, IMAGE, POISON, prefill_job
 from tests.unit.prefill_bench import Bench, announced, image, in_step, until_event
 from tests.waiting import a_moment, until
 
@@ -35,6 +35,27 @@ async def test_events_in_order_and_blocks_sealed_once(bench: Bench) -> None:
     assert bench.used == 3
     bench.worker.close(ticket, clean=True)
     assert bench.used == 0
+
+
+async def test_gateways_are_told_how_much_can_be_prefilled_again(bench: Bench) -> None:
+    """Prompt and output: decode may push a request out just before its last token."""
+    blocks = int(str(bench.worker.state()["kv_blocks"]))
+    assert bench.worker.describe().max_context == blocks * BLOCK < 1000
+    large = Bench(kv__prefill_tokens=4000)
+    assert large.worker.describe().max_context == 1000, "the model's"
+    await large.close()
+
+
+async def test_a_pushed_out_request_comes_again_into_a_full_queue() -> None:
+    bench = Bench(prefill__max_queue=1, prefill__max_queue_tokens=60)
+    large = await bench.worker.submit(prefill_job([20] * 60))  # all of the pool
+    waiting = await bench.worker.submit(prefill_job([21] * 60))
+    with pytest.raises(EpdError, match=r"prefill\.max_queue"):
+        await bench.worker.submit(prefill_job([20] * 10))
+    again = await bench.worker.submit(prefill_job([20] * 10, prompt=8))
+    for ticket in (large, waiting, again):
+        bench.worker.close(ticket, clean=True)
+    await bench.close()
 
 
 async def test_one_bad_request_fails_alone_and_the_worker_goes_on(bench: Bench) -> None:
