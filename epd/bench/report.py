@@ -13,6 +13,7 @@ import orjson
 
 from epd.bench.campaign import Results
 from epd.bench.machine import environment
+from epd.bench.summary import PERCENTILES
 from epd.errors import invalid
 
 SCHEMA = 1
@@ -73,10 +74,12 @@ def write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
+_NAMES = tuple(f"p{percent}" for percent in PERCENTILES)
+_PERCENTILES = " / ".join(_NAMES)
 COLUMNS = (
-    "target", "load", "kind", "ok", "errors", "TTFT ms p50 / p90 / p99", "TPOT ms p50 / p99",
-    "ITL ms p50 / p90 / p99", "end to end s p50 / p99", "tok/s", "req/s", "image/s", "good",
-    "cores: client / server / others",
+    "target", "load", "kind", "ok", "errors", f"TTFT ms {_PERCENTILES}", f"TPOT ms {_PERCENTILES}",
+    f"ITL ms {_PERCENTILES}", f"end to end s {_PERCENTILES}", "tok/s", "req/s", "image/s",
+    "good", "good req/s", "cores: client / server / others",
 )  # fmt: skip
 
 
@@ -87,7 +90,7 @@ def tables(results: Results) -> str:
     if slo := results.slo:
         parts.append(
             f"good: share of requests with TTFT <= {slo.ttft * _MS:.0f} ms"
-            f" and TPOT <= {slo.tpot * _MS:.1f} ms"
+            f" and TPOT <= {slo.tpot * _MS:.1f} ms; good req/s: how many such a second (goodput)"
         )
     if compared := results.comparisons():
         names = list(dict.fromkeys(name for row in compared for name in row["ratios"]))
@@ -108,21 +111,20 @@ def _row(s: Mapping[str, Any]) -> list[str]:
     cores = s["cores"]
     return [
         s["target"], s["load"], s["kind"] or "all", f"{s['ok']}/{s['requests']}", errors,
-        _latency(s["ttft_s"], ("p50", "p90", "p99"), _MS),
-        _latency(s["tpot_s"], ("p50", "p99"), _MS),
-        _latency(s["itl_s"], ("p50", "p90", "p99"), _MS),
-        _latency(s["latency_s"], ("p50", "p99"), 1.0),
+        _latency(s["ttft_s"], _MS), _latency(s["tpot_s"], _MS), _latency(s["itl_s"], _MS),
+        _latency(s["latency_s"], 1.0),
         _number(s["tok_s"], 1), _number(s["req_s"], 3), _number(s["image_s"], 3),
         "-" if s["good_share"] is None else f"{s['good_share']:.0%}",
+        _number(s["good_req_s"], 3),
         " / ".join(_number(cores[name], 2) for name in ("client", "server", "others")),
     ]  # fmt: skip
 
 
-def _latency(values: Mapping[str, float] | None, names: Sequence[str], scale: float) -> str:
+def _latency(values: Mapping[str, float] | None, scale: float) -> str:
     if not values:
         return "-"
     digits = 1 if scale == _MS else 2
-    return " / ".join(f"{values[name] * scale:.{digits}f}" for name in names)
+    return " / ".join(f"{values[name] * scale:.{digits}f}" for name in _NAMES)
 
 
 def _number(value: float | None, digits: int) -> str:

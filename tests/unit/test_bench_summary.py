@@ -89,6 +89,17 @@ def test_everything_is_in_the_document() -> None:
     assert "rate 2" in tables(results())
 
 
+def test_the_table_has_goodput_and_three_percentiles_of_every_latency() -> None:
+    lines = [line.strip("| ").split(" | ") for line in tables(results()).splitlines()]
+    row = dict(zip(lines[0], lines[2], strict=True))
+    assert row["good"] == "100%"
+    assert row["good req/s"] == "0.333", "one in the 3 s of the round"
+    for latency in ("TTFT ms", "TPOT ms", "ITL ms", "end to end s"):
+        assert len(row[f"{latency} p50 / p90 / p99"].split(" / ")) == 3
+    assert row["TPOT ms p50 / p90 / p99"] == "500.0 / 500.0 / 500.0"
+    assert row["end to end s p50 / p90 / p99"] == "3.00 / 3.00 / 3.00"
+
+
 def test_a_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from PIL import Image
