@@ -51,7 +51,10 @@ def load(
     speed: Annotated[
         str, typer.Option(help="How much faster the trace is played.", rich_help_panel=_LOAD)
     ] = "1",
-    requests: Annotated[int, typer.Option(min=1, help="Of one round.", rich_help_panel=_LOAD)] = 16,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of one round: 16, or a whole trace.", rich_help_panel=_LOAD),
+    ] = None,
     rounds: Annotated[
         int, typer.Option(min=1, help="Kept; one more warms up.", rich_help_panel=_LOAD)
     ] = 3,
@@ -68,9 +71,13 @@ def load(
         typer.Option(metavar="WxH", help="A picture; repeatable.", rich_help_panel=_REQUEST),
     ] = None,
     image_pool: Annotated[
-        int,
-        typer.Option(min=0, help="Different pictures; 0: all new.", rich_help_panel=_REQUEST),
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=0,
+            help="Different pictures of each size; 0: all new. 0, or 8 a client of a trace.",
+            rich_help_panel=_REQUEST,
+        ),
+    ] = None,
     zipf: Annotated[
         float, typer.Option(min=0, help="Of the pool's pictures.", rich_help_panel=_REQUEST)
     ] = 1.0,
@@ -105,11 +112,14 @@ def _run(flags: dict[str, Any], api_key: str) -> None:
     from epd.bench import flags as parse
     from epd.bench import report
 
-    plan = parse.plan(flags)
+    flags = parse.with_defaults(flags)
+    plan, trace = parse.plan(flags)
     named = parse.targets(flags["target"])
     for flag in ("json", "plot"):
         if flags[flag]:
             report.require_place(flags[flag], flag)
+    if trace:
+        typer.echo(f"trace {flags['trace']}: {trace}", err=True)
     results = asyncio.run(_measure(named, plan, flags, api_key))
     typer.echo("\n" + report.tables(results))
     if flags["json"]:

@@ -12,13 +12,24 @@ from epd.bench.campaign import Plan
 from epd.bench.load import Limits, Workload
 from epd.bench.summary import Slo
 from epd.bench.traces import Limits as TraceLimits
-from epd.bench.traces import read_trace
-from epd.bench.workload import Load, Shape, Template, Timed
+from epd.bench.traces import Trace, read_trace
+from epd.bench.workload import Load, Shape, Template
 from epd.errors import invalid
 
+REQUESTS = 16
+"""Of one round, where neither a flag nor a trace says how many."""
 
-def plan(flags: dict[str, Any]) -> Plan:
-    """What the flags ask for.
+
+def with_defaults(flags: dict[str, Any]) -> dict[str, Any]:
+    """A trace is played whole, with repeated pictures; without one all pictures are new."""
+    traced = flags["trace"] is not None
+    others = TraceLimits() if traced else TraceLimits(requests=REQUESTS, pool=0)
+    defaults = {"requests": others.requests, "image_pool": others.pool}
+    return flags | {name: value for name, value in defaults.items() if flags[name] is None}
+
+
+def plan(flags: dict[str, Any]) -> tuple[Plan, Trace | None]:
+    """What the flags, all of them given, ask for, and the trace where there is one.
 
     Raises:
         EpdError: INVALID_REQUEST, naming the flag.
@@ -34,12 +45,12 @@ def plan(flags: dict[str, Any]) -> Plan:
     if flags["slo_ttft"] is not None:
         slo = Slo(flags["slo_ttft"], flags["slo_tpot"])
     shapes, trace = _requests(flags)
-    workload = Workload(shapes, trace, extra, flags["seed"])
+    workload = Workload(shapes, trace.requests if trace else (), extra, flags["seed"])
     limits = Limits(flags["timeout"], keep_connections=not flags["fresh_connections"])
-    return Plan(workload, loads, flags["rounds"], limits, slo)
+    return Plan(workload, loads, flags["rounds"], limits, slo), trace
 
 
-def _requests(flags: dict[str, Any]) -> tuple[list[Shape], list[Timed]]:
+def _requests(flags: dict[str, Any]) -> tuple[list[Shape], Trace | None]:
     rng = random.Random(flags["seed"])
     if flags["trace"]:
         limits = TraceLimits(flags["requests"], pool=flags["image_pool"], zipf=flags["zipf"])
@@ -49,7 +60,7 @@ def _requests(flags: dict[str, Any]) -> tuple[list[Shape], list[Timed]]:
         tuple(_size(text) for text in flags["image"] or ()),
         flags["image_pool"], flags["zipf"], flags["prefix_tokens"],
     )  # fmt: skip
-    return template.shapes(flags["requests"], rng), []
+    return template.shapes(flags["requests"], rng), None
 
 
 def _loads(flags: dict[str, Any]) -> list[Load]:

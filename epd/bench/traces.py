@@ -15,6 +15,7 @@ be missing (a picture without id is new).
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import random
@@ -48,8 +49,25 @@ class Limits:
     """Of a picture whose trace doesn't say (Azure LMM)."""
 
 
-def read_trace(path: Path, limits: Limits, rng: random.Random) -> list[Timed]:
-    """Requests in order of time, the first at 0.
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What was read of a file."""
+
+    requests: list[Timed]
+    """In order of time, the first at 0."""
+    left_out: int = 0
+    """So many more are in the file, behind `Limits.requests`."""
+
+    def __str__(self) -> str:
+        count = len(self.requests)
+        asked = f"the first {count} of {count + self.left_out}" if self.left_out else f"all {count}"
+        pictures = [picture for one in self.requests for picture in one.shape.pictures]
+        different = len(set(pictures))
+        return f"{asked} requests; {len(pictures)} pictures, {different} of them different"
+
+
+def read_trace(path: Path, limits: Limits, rng: random.Random) -> Trace:
+    """What the file asks for.
 
     Raises:
         EpdError: the file can't be read, or its format is none of the above.
@@ -57,13 +75,14 @@ def read_trace(path: Path, limits: Limits, rng: random.Random) -> list[Timed]:
     try:
         with path.open(newline="") as file:
             timed = _first(map(_checked, _parse(file, limits, rng)), limits.requests)
+            left_out = sum(1 for line in file if line.strip())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise invalid(f"trace {path}: {type(error).__name__}: {error}", "trace") from error
     if not timed:
         raise invalid(f"trace {path}: no request in it", "trace")
     timed.sort(key=lambda t: t.at_s)
     start = timed[0].at_s
-    return [Timed(t.at_s - start, _cut(t.shape, limits)) for t in timed]
+    return Trace([Timed(t.at_s - start, _cut(t.shape, limits)) for t in timed], left_out)
 
 
 def _checked(timed: Timed) -> Timed:
@@ -92,15 +111,10 @@ def _parse(lines: Iterable[str], limits: Limits, rng: random.Random) -> Iterator
         names = head.strip().split(",")
         yield from (_azure(row, limits, rng) for row in csv.DictReader(lines, names))
         return
-    rows = (json.loads(line) for line in _chain(head, lines) if line.strip())
+    rows = (json.loads(line) for line in itertools.chain([head], lines) if line.strip())
     pools: dict[tuple[int, int], int] = {}
     for row in rows:
         yield _json_reader(row)(row, limits, rng, pools)
-
-
-def _chain(head: str, rest: Iterator[str]) -> Iterator[str]:
-    yield head
-    yield from rest
 
 
 Pools = dict[tuple[int, int], int]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from epd.bench import campaign
+from epd.bench.campaign import Plan, Results
 from epd.bench.ceiling import scripted_server
 from epd.bench.report import command
 from epd.cli import app
@@ -62,6 +64,39 @@ def test_a_trace(tmp_path: Path) -> None:
         for kind, count in (("", 4), ("chat", 2), ("picture", 2))
     ]
     assert all(row["good_share"] == 1.0 for row in rows)
+
+
+SAMPLE = Path(__file__).parents[2] / "bench" / "traces" / "servegen_mm_sample.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("flags", "requests", "repeated"),
+    [([], 120, True), (["--requests", "40"], 40, True), (["--image-pool", "0"], 120, False)],
+)
+def test_a_trace_is_whole_and_its_pictures_repeat_unless_flags_say_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], requests: int, repeated: bool
+) -> None:
+    out, plans = tmp_path / "run.json", []
+
+    async def measured(targets: Any, plan: Plan, tell: Any) -> Results:
+        plans.append(plan)
+        return Results(["one"])
+
+    monkeypatch.setattr("epd.bench.campaign.measure", measured)
+    with scripted_server(1) as url:
+        arguments = ["bench", "--target", f"one={url}", "--trace", str(SAMPLE), *flags]
+        result = CliRunner().invoke(app, [*arguments, "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    (plan,) = plans
+    (load,) = plan.loads
+    played = plan.workload.timed(load, 1)
+    pictures = Counter(picture for one in played for picture in one.shape.pictures)
+    assert (len(played), max(pictures.values()) > 1) == (requests, repeated)
+    said = f"the first {requests} of 120 requests" if requests < 120 else "all 120 requests"
+    different = f"{pictures.total()} pictures, {len(pictures)} of them different"
+    assert f"{SAMPLE}: {said}; {different}" in result.output
+    workload = json.loads(out.read_text())["workload"]
+    assert (workload["requests"] or 120, workload["image_pool"]) == (requests, 8 * repeated)
 
 
 def test_the_key_is_in_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

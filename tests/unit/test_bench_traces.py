@@ -32,7 +32,7 @@ def read(folder: Path, content: str | list[dict[str, Any]], limits: Limits) -> l
     if not isinstance(content, str):
         content = "".join(json.dumps(row) + "\n" for row in content)
     path.write_text(content)
-    return read_trace(path, limits, random.Random(0))
+    return read_trace(path, limits, random.Random(0)).requests
 
 
 def test_mooncake(tmp_path: Path) -> None:
@@ -85,9 +85,21 @@ def test_our_own(tmp_path: Path) -> None:
 
 def test_the_sample_in_the_repository_reads() -> None:
     path = Path(__file__).parents[2] / "bench" / "traces" / "servegen_mm_sample.jsonl"
-    timed = read_trace(path, Limits(requests=20), random.Random(0))
-    assert len(timed) == 20
-    assert any(t.shape.pictures for t in timed)
+    trace = read_trace(path, Limits(requests=20), random.Random(0))
+    assert len(trace.requests) == 20
+    assert any(t.shape.pictures for t in trace.requests)
+    assert str(trace).startswith("the first 20 of 120 requests; ")
+    whole = read_trace(path, Limits(), random.Random(0))
+    assert (len(whole.requests), whole.left_out) == (120, 0)
+    assert str(whole).startswith("all 120 requests; 203 pictures, ")
+
+
+@pytest.mark.parametrize("content", [AZURE, AZURE_TEXT + "\n"])
+def test_what_is_left_out_is_counted(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "trace"
+    path.write_text(content)
+    assert read_trace(path, Limits(requests=1), random.Random(0)).left_out == 1
+    assert read_trace(path, Limits(requests=2), random.Random(0)).left_out == 0
 
 
 NOT_AT_ANY_TIME = '{"at_s": NaN, "text_tokens": 1, "output_tokens": 1}\n'
