@@ -52,6 +52,54 @@ def test_a_changed_proto_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert str(protos.FOLDER / "encode_pb2.py") in protos.stale(fresh)
 
 
+@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize(
+    ("now", "complaint"),
+    [
+        ("uint32 lid = 1; uint32 depth = 2; uint32 width = 3;", ""),
+        ('uint32 lid = 1; reserved 2; reserved "depth";', ""),
+        ("uint32 lid = 1; reserved 2;", 'without reserving the name "depth"'),
+        ('uint32 lid = 1; reserved "depth";', 'without reserving the number "2"'),
+        ("uint32 lid = 1; uint64 depth = 2;", 'changed type from "uint32" to "uint64"'),
+        ("uint32 lid = 1; uint32 height = 2;", 'changed name from "depth" to "height"'),
+    ],
+)
+def test_a_change_that_breaks_old_peers_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: str, complaint: str, committed: bool
+) -> None:
+    from deploy import protos
+
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        subprocess.run(["git", *who, *arguments], cwd=copy, check=True, capture_output=True)
+
+    def commit() -> None:
+        git("add", ".")
+        git("commit", "-m", "a change", "--allow-empty")
+
+    def write(fields: str) -> None:
+        source.write_text(f'syntax = "proto3";\npackage epd.v1;\nmessage Box {{ {fields} }}\n')
+
+    copy = tmp_path / "copy"
+    source = copy / protos.FOLDER / "box.proto"
+    source.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "buf.yaml", copy)
+    monkeypatch.setattr(protos, "ROOT", copy)
+    git("init")
+    write("uint32 lid = 1; uint32 depth = 2;")
+    commit()
+    assert protos.before() is None
+    write(now)
+    if committed:
+        commit()
+        (copy / "other").touch()
+        commit()  # one that says nothing of protos
+    revision = protos.before()
+    assert revision is not None
+    said = protos.breaks(revision, tmp_path)
+    assert complaint in said if complaint else not said
+
+
 def test_every_proto_field_and_message_can_be_read_by_the_stages() -> None:
     """The package in the file is the one in the folder, so generated imports need no patch."""
     for path in (ROOT / "protos/epd/v1").glob("*.proto"):
