@@ -23,14 +23,13 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import orjson
 import psutil
 
-from bench.contenders import Contender, Start, all_running, epd_split, epd_together, epd_with
-from bench.rivals import SLOW, add_rivals, rivals
+from bench.contenders import Contender, Start, all_running, connected, epd_split, epd_with
+from bench.rivals import SLOW, contest, rivals
 from bench.scenarios import (
     AS_RECORDED,
     INTERFERENCE,
@@ -40,8 +39,7 @@ from bench.scenarios import (
     interference,
 )
 from bench.service import end_on_sigterm
-from epd.bench.campaign import connect
-from epd.bench.client import open_session
+from epd.bench.campaign import in_turn
 from epd.bench.load import Limits, Round, Target, run_round
 from epd.bench.machine import environment
 from epd.bench.report import markdown
@@ -70,11 +68,7 @@ class Comparison:
 
 async def compare(comparison: Comparison, scenarios: Sequence[Scenario]) -> None:
     """Connect, then warm-up, rounds while there is time, interference."""
-    async with open_session(300.0, keep=False) as http:  # llama.cpp drops them after a stream
-        targets = [
-            await connect(c.name, c.url, http, c.model, "none", (c.pid,), c.extra)
-            for c in comparison.contenders
-        ]
+    async with connected(comparison.contenders) as targets:
         await measure(comparison, targets, scenarios)
 
 
@@ -101,7 +95,7 @@ async def _round(
     clock = asyncio.get_running_loop().time
     spent = {target.name: 0.0 for target in targets}
     for scenario in scenarios:
-        for target in _in_turn(targets, number):
+        for target in in_turn(targets, number):
             start = clock()
             done = await _once(scenario, target, number)
             spent[target.name] += clock() - start
@@ -128,16 +122,11 @@ async def _once(scenario: Scenario, target: Target, number: int) -> Round:
 async def _interfere(comparison: Comparison, targets: Sequence[Target]) -> None:
     fast = [target for target in targets if target.name not in SLOW]
     for number in range(comparison.interference_rounds):
-        for target in _in_turn(fast, number):
+        for target in in_turn(fast, number):
             done = await run_round(target, AS_RECORDED, number, interference(), Limits(120.0))
             comparison.keep("interference", done)
             said = "; ".join(f"{c.name}: {_shown(c, c.figure(done))}" for c in INTERFERENCE)
             print(f"  interference {target.name:<14} {said}", flush=True)
-
-
-def _in_turn(targets: Sequence[Target], number: int) -> list[Target]:
-    start = number % len(targets)
-    return [*targets[start:], *targets[:start]]
 
 
 def _shown(column: Column, value: float | None) -> str:
@@ -262,25 +251,18 @@ def main() -> None:
 
 def _starts(given: argparse.Namespace) -> list[Start]:
     threads, checkpoint = given.threads, given.checkpoint
-    starts = [epd_together(checkpoint, threads, given.out)]
-    starts += [epd_with(checkpoint, threads, given.out, s.split(",")) for s in given.colocated]
+    settings: list[Sequence[str]] = [(), *(text.split(",") for text in given.colocated)]
+    starts = [epd_with(checkpoint, threads, given.out, each) for each in settings]
     if not given.no_split:
         starts.append(epd_split(checkpoint, given.out))
     return [*starts, *rivals(given, given.out)]
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--minutes", type=float, default=18.0)
-    parser.add_argument("--threads", type=int, default=2)
+    parser = contest(__doc__, minutes=18.0)
     parser.add_argument("--colocated", action="append", default=[], metavar="SETTING,SETTING")
     parser.add_argument("--no-split", action="store_true")
     parser.add_argument("--no-interference", action="store_true")
-    add_rivals(parser)
     return parser.parse_args()
 
 

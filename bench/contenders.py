@@ -1,19 +1,21 @@
-"""The servers of `bench.compare`, started together and stopped together."""
+"""The servers of `bench.compare` and `bench.interference`: started, asked and stopped together."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.peers.servers import Rival, running
 from bench.service import epd_service
+from epd.bench.campaign import connect
+from epd.bench.client import open_session
+from epd.bench.load import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +71,6 @@ def epd_with(
     return lambda: _epd(name, checkpoint, settings, flags, how, out)
 
 
-def epd_together(checkpoint: Path, threads: int, out: Path) -> Start:
-    """All stages in one process where this version can, else in processes that share all
-    cores."""
-    if _can_colocate():
-        return epd_with(checkpoint, threads, out, ())
-    how = f"processes that share the cores, {threads} threads each"
-    return lambda: _epd("epd shared", checkpoint, [f"model.threads={threads}"], (), how, out)
-
-
-def _can_colocate() -> bool:
-    command = [sys.executable, "-m", "epd.cli", "serve", "--help"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return "--stages" in said
-
-
 @contextmanager
 def _epd(
     name: str, checkpoint: Path, settings: Sequence[str], flags: Sequence[str], how: str, out: Path
@@ -126,3 +113,14 @@ def all_running(starts: Sequence[Start]) -> Iterator[list[Contender]]:
         if not contenders:
             raise RuntimeError("no server started")
         yield contenders
+
+
+@asynccontextmanager
+async def connected(contenders: Sequence[Contender]) -> AsyncIterator[list[Target]]:
+    """All of them as targets. A connection for each request: llama.cpp drops them after a
+    stream."""
+    async with open_session(300.0, keep=False) as http:
+        yield [
+            await connect(c.name, c.url, http, c.model, "none", (c.pid,), c.extra)
+            for c in contenders
+        ]

@@ -15,7 +15,6 @@ with code 1 where a test failed.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from bench.flags import flag_parser
 from epd.kv.pool import KvPool
 from epd.models.lm import ForwardBatch, LanguageModel, SequenceSlice
 
@@ -61,9 +61,7 @@ class Case:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("--checkpoint", type=Path, help="default: a random one is built")
     parser.add_argument("--out", type=Path, default=Path("gpu-check.md"))
     args = parser.parse_args()

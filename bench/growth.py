@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.asking import Asker, user
-from bench.flags import whole_numbers
+from bench.flags import flag_parser, whole_numbers
 from bench.growth_figures import AXES, Curve, document, draw, table
 from bench.overlap import pinned
 from bench.service import Service, end_on_sigterm, epd_service
@@ -199,16 +199,17 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--side", type=int, default=448)
     parser.add_argument("--set", dest="settings", action="append", default=[])
     parser.add_argument(
-        "--prompts", dest="prompt", type=whole_numbers, default="128,256,512,1024,2048,4096,8192"
+        "--prompts",
+        dest="prompt",
+        type=whole_numbers,
+        default="128,256,512,1024,2048,4096,8192",
     )
     parser.add_argument("--images", type=whole_numbers, default="1,2,4,8,16")
     parser.add_argument("--streams", type=whole_numbers, default="1,2,4,8,16,32,64")

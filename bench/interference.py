@@ -27,16 +27,14 @@ import argparse
 import asyncio
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from bench.contenders import Contender, Start, all_running, epd_monolithic, epd_split
+from bench.contenders import Contender, Start, all_running, connected, epd_monolithic, epd_split
 from bench.flags import whole_numbers
 from bench.interference_figures import Found, best_budget, document, draw, tables
-from bench.rivals import SLOW, add_rivals, rivals
+from bench.rivals import SLOW, contest, rivals
 from bench.scenarios import AS_RECORDED, IMAGE, interference
 from bench.service import end_on_sigterm
-from epd.bench.campaign import connect
-from epd.bench.client import open_session
+from epd.bench.campaign import in_turn
 from epd.bench.load import Limits, Round, Target, Workload, run_round
 from epd.bench.workload import UNLOADED, Picture, Shape
 
@@ -69,11 +67,7 @@ async def experiment(
 ) -> Found:
     """All three parts; `until` on the event loop's clock."""
     found = Found(list(bursts), {c.name: c.how for c in contenders}, every_s)
-    async with open_session(300.0, keep=False) as http:  # llama.cpp drops them after a stream
-        targets = [
-            await connect(c.name, c.url, http, c.model, "none", (c.pid,), c.extra)
-            for c in contenders
-        ]
+    async with connected(contenders) as targets:
         await measure(found, targets, until)
     return found
 
@@ -98,7 +92,7 @@ async def measure(found: Found, targets: Sequence[Target], until: float) -> None
     while number < 1 or clock() + longest < until:
         start = clock()
         for images in found.bursts:
-            for target in _in_turn(left, number):
+            for target in in_turn(left, number):
                 found.keep(images, _told(await _burst(found, target, images, number + 1)))
         number, longest = number + 1, max(longest, clock() - start)
 
@@ -124,11 +118,6 @@ def _told(done: Round) -> Round:
     return done
 
 
-def _in_turn(targets: Sequence[Target], number: int) -> list[Target]:
-    start = number % len(targets)
-    return [*targets[start:], *targets[:start]]
-
-
 def main() -> None:
     end_on_sigterm()
     given = _arguments()
@@ -151,17 +140,10 @@ def _starts(given: argparse.Namespace) -> list[Start]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--minutes", type=float, default=12.0)
+    parser = contest(__doc__, minutes=12.0)
     parser.add_argument("--budgets", type=whole_numbers, default="30,60,125,250")
     parser.add_argument("--bursts", type=whole_numbers, default="1,2,4")
     parser.add_argument("--every", type=float, default=EVERY_S, help="seconds between bursts")
-    parser.add_argument("--threads", type=int, default=2)
-    add_rivals(parser)
     return parser.parse_args()
 
 

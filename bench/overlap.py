@@ -18,7 +18,6 @@ checkpoint's tower, and on the pictures' size: `--sides 448,896` asks for others
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import time
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.asking import Asker, counted, user
-from bench.flags import whole_numbers
+from bench.flags import flag_parser, whole_numbers
 from bench.overlap_figures import ARMS, Case, Found, document, tables
 from bench.service import Service, end_on_sigterm, epd_service
 from bench.theory import model_of
@@ -146,9 +145,7 @@ def cases_of(images: int, sides: Sequence[int], before: int) -> list[Case]:
 
 def main() -> None:
     end_on_sigterm()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--images", type=int, default=4)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from bench.flags import flag_parser
 from demo.evaluate import Case, Model, by_kind, held_out_cases, share_right
 from epd.models.kernels import build
 from epd.models.kernels.linear import Int8Kernel, LinearKernel, pack_linears
@@ -63,9 +64,7 @@ class Error:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--per-kind", type=int, default=20)
     parser.add_argument("--random", type=int, default=0, help="sequences of random tokens")

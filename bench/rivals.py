@@ -1,4 +1,4 @@
-"""The flags that name rivals, of `bench.compare` and `bench.interference`."""
+"""The flags of `bench.compare` and `bench.interference`: what they share, and who else is in it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from bench.contenders import Start, rival
+from bench.flags import flag_parser
 from bench.peers import servers
 
 SLOW = ("transformers",)
@@ -13,12 +14,19 @@ SLOW = ("transformers",)
 fewer rounds, or they would take all the time there is."""
 
 
-def add_rivals(parser: argparse.ArgumentParser) -> None:
+def contest(about: str | None, minutes: float) -> argparse.ArgumentParser:
+    """CHECKPOINT, OUT, how long, on how many threads, beside which rivals."""
+    parser = flag_parser(about)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--minutes", type=float, default=minutes)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--vllm", type=Path, metavar="VENV")
     parser.add_argument("--preload", default="", help="libraries for vLLM: tcmalloc, OpenMP")
     parser.add_argument("--llama", default="", metavar="LLAMA-SERVER,MODEL.gguf,MMPROJ.gguf")
     parser.add_argument("--openvino", default="", metavar="VENV,MODEL", help="MODEL: exported")
     parser.add_argument("--transformers", type=Path, metavar="VENV")
+    return parser
 
 
 def rivals(given: argparse.Namespace, out: Path) -> list[Start]:

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import json
@@ -28,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from bench.flags import flag_parser
 from bench.gateway.clients import request, run
 from bench.gateway.direct import Direct
 from bench.gateway.processes import CHECKPOINT, child, cpu_s, engine, gateway, served
@@ -164,9 +164,7 @@ def _ms(seconds: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = flag_parser(__doc__)
     parser.add_argument("checkpoint", type=Path, nargs="?", default=CHECKPOINT)
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument(

@@ -150,7 +150,7 @@ async def measure(
         loads.insert(0, UNLOADED)
     for number in range(plan.rounds + 1):
         for load in loads:
-            for target in _in_turn(targets, number):
+            for target in in_turn(targets, number):
                 done = await run_round(target, load, number, plan.workload, plan.limits)
                 tell(done)
                 if number:
@@ -160,7 +160,7 @@ async def measure(
     return results
 
 
-def _in_turn(targets: Sequence[Target], number: int) -> list[Target]:
+def in_turn(targets: Sequence[Target], number: int) -> list[Target]:
     """Each round starts with another one."""
     start = number % len(targets)
     return [*targets[start:], *targets[:start]]
