@@ -26,6 +26,7 @@ from protos.epd.v1 import common_pb2, decode_pb2, prefill_pb2
 from tests.cases.pictures import counter
 from tests.conftest import TinyCheckpoint
 from tests.e2e.stage_driver import Client, Planner, Request, greedy
+from tests.e2e.stage_house import about, decoding, given_back, prefilled
 from tests.e2e.stage_processes import Stages
 from tests.tiny.reference import reference_generate
 from tests.waiting import LIMIT_S
@@ -47,11 +48,6 @@ IMAGES = [
     Image.fromarray(_RANDOM.integers(0, 255, (height, width, 3), dtype=np.uint8))
     for height, width in ((56, 84), (84, 56), (112, 28))
 ]
-
-
-def ask(images: int, text: str = "what is it?") -> list[dict[str, Any]]:
-    content: list[dict[str, Any]] = [{"type": "image"}] * images
-    return [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +85,6 @@ def of_ids(planner: Planner, ids: Sequence[int], max_tokens: int) -> Request:
     return Request(list(ids), len(ids), [], [], sampling, spec.fingerprint)
 
 
-async def until(call: Any, kind: str) -> Any:
-    while (event := await call.read()) is not grpc.aio.EOF:
-        if event.WhichOneof("kind") == kind:
-            return getattr(event, kind)
-    raise AssertionError(f"no {kind}: {await call.code()}")
-
-
 async def refusal(call: Any) -> EpdError:
     """Drain a call that must fail; nothing of an answer may come before."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -117,21 +106,30 @@ async def test_hnd_01_split_equals_joined_where_positions_jump(
 ) -> None:
     """A picture's rows share positions, so text behind it has a delta: -8 and less here."""
     pictures = IMAGES[:images]
-    request = planner.request(ask(images), pictures)
+    request = planner.request(about(images), pictures)
     answer = await client.run(request)
     assert (answer.delta < 0) == (images > 0)
-    assert answer.ids == reference_generate(planner.checkpoint, ask(images), pictures).ids
+    assert answer.ids == reference_generate(planner.checkpoint, about(images), pictures).ids
     other = replace(request, name="other", nonce=request.nonce ^ 1)
     if images:  # and it is used: another delta is another answer
-        prefill, announced, first = await prefilled(client, other)
-        decode = await client.start_decode(other, 0)
-        assert await decoded(decode, announced, first) != answer.ids[1:]
-        await prefill.done_writing()
-        assert await prefill.code() is grpc.StatusCode.OK
+        begun = await prefilled(client, other)
+        decode = await decoding(client, other, begun.announced)
+        await decode.write(begun.start)
+        assert await rest_of(decode) != answer.ids[1:]
+        await given_back(begun.call)
+
+
+async def rest_of(call: Any) -> list[int]:
+    """The ids that decode makes."""
+    ids: list[int] = []
+    while (event := await call.read()) is not grpc.aio.EOF:
+        ids += [token.id for token in event.tokens.tokens]
+    assert await call.code() is grpc.StatusCode.OK
+    return ids
 
 
 async def test_hnd_01_decode_refuses_a_job_without_it(client: Client, planner: Planner) -> None:
-    request = planner.request(ask(1), IMAGES[:1])
+    request = planner.request(about(1), IMAGES[:1])
     call = client.decode.Run(timeout=LIMIT_S)
     job = decode_job_to_proto(
         DecodeJob(
@@ -151,60 +149,23 @@ async def test_hnd_01_decode_refuses_a_job_without_it(client: Client, planner: P
 async def test_hnd_02_a_delta_belongs_to_its_request(client: Client, planner: Planner) -> None:
     """A decodes for long while pictures of other sizes are prefilled, in chunks, beside it."""
     sampling = greedy((), max_tokens=80)
-    long = planner.request(ask(1), IMAGES[:1], sampling)
+    long = planner.request(about(1), IMAGES[:1], sampling)
     alone = (await client.run(long)).ids
     running = asyncio.create_task(client.run(replace(long, nonce=long.nonce ^ 1)))
     others = []
     while not running.done():
         for images in (1, 2, 3):
-            other = planner.request(ask(images, "and this?"), IMAGES[-images:])
+            other = planner.request(about(images, "and this?"), IMAGES[-images:])
             others.append((images, (await client.run(other)).ids))
     assert (await running).ids == alone
-    whole = reference_generate(planner.checkpoint, ask(1), IMAGES[:1], 80, eos_token_id=None)
+    whole = reference_generate(planner.checkpoint, about(1), IMAGES[:1], 80, eos_token_id=None)
     assert alone == whole.ids
     for images, ids in others[:3]:
-        messages, pictures = ask(images, "and this?"), IMAGES[-images:]
+        messages, pictures = about(images, "and this?"), IMAGES[-images:]
         assert ids == reference_generate(planner.checkpoint, messages, pictures).ids
 
 
 # -- lengths --------------------------------------------------------------------
-
-
-async def prefilled(client: Client, request: Request) -> tuple[Any, list[Any], Any]:
-    """Prefill alone: its open call, what it announced, its first token."""
-    call = await client.start_prefill(request)
-    announced: list[Any] = []
-    encodes: list[Any] = []
-    while True:
-        event = await call.read()
-        assert event is not grpc.aio.EOF, await call.code()
-        if event.HasField("admitted"):
-            for index in event.admitted.missing_items:
-                encode = await client.start_encode(request, index)
-                handle = (await until(encode, "ready")).handle
-                ready = prefill_pb2.EmbeddingReady(index=index, handle=handle)
-                await call.write(prefill_pb2.PrefillRequest(embedding_ready=ready))
-                encodes.append(encode)
-        elif event.HasField("kv_ready"):
-            announced.append(event.kv_ready)
-        elif event.HasField("first_token"):
-            for encode in encodes:
-                await encode.done_writing()
-                assert await encode.code() is grpc.StatusCode.OK
-            return call, announced, event.first_token
-
-
-async def decoded(call: Any, announced: Sequence[Any], first: Any) -> list[int]:
-    """Hand everything to a decode call; the ids after the first."""
-    for ready in announced:
-        await call.write(decode_pb2.DecodeRequest(kv_ready=ready))
-    start = decode_pb2.Start(first_token=first.token, kv_tokens=first.kv_tokens)
-    await call.write(decode_pb2.DecodeRequest(start=start))
-    ids: list[int] = []
-    while (event := await call.read()) is not grpc.aio.EOF:
-        ids += [token.id for token in event.tokens.tokens]
-    assert await call.code() is grpc.StatusCode.OK
-    return ids
 
 
 async def test_hnd_11_every_length_around_the_edge_of_a_block(
@@ -316,8 +277,7 @@ async def test_hnd_15_a_reference_that_is_not_ours_fails_the_request(
     assert (await refusal(decode)).kind is kind
     after = counter(stages.processes["decode"].get("/metrics").decode(), "epd_errors_total")
     assert after == before + 1
-    await prefill.done_writing()
-    assert await prefill.code() is grpc.StatusCode.OK
+    await given_back(prefill)
     assert len((await client.run(request)).ids) == 6
 
 
@@ -326,16 +286,14 @@ async def test_hnd_15_a_reference_to_blocks_that_were_given_to_another(
 ) -> None:
     """Released, and all of the pool was written over since: nothing of it is read as ours."""
     request = of_ids(planner, range(41, 71), 6)
-    prefill, announced, first = await prefilled(client, request)
-    await prefill.done_writing()
-    assert await prefill.code() is grpc.StatusCode.OK
+    begun = await prefilled(client, request)
+    await given_back(begun.call)
     for fill in (1, 2):
         await client.run(of_ids(planner, [fill] * (POOL * BLOCK), 1))
     decode = await client.start_decode(request, 0)
-    for ready in announced:
+    for ready in begun.announced:
         await send(decode, decode_pb2.DecodeRequest(kv_ready=ready))
-    start = decode_pb2.Start(first_token=first.token, kv_tokens=first.kv_tokens)
-    await send(decode, decode_pb2.DecodeRequest(start=start))
+    await send(decode, begun.start)
     assert (await refusal(decode)).kind is ErrorKind.CHECKSUM_MISMATCH
 
 
@@ -348,8 +306,7 @@ async def test_hnd_15_a_reference_used_twice_is_out_of_order(
     for ready in (announced[0], announced[0]):
         await send(decode, decode_pb2.DecodeRequest(kv_ready=ready))
     assert (await refusal(decode)).kind is ErrorKind.INVALID_REQUEST
-    await prefill.done_writing()
-    assert await prefill.code() is grpc.StatusCode.OK
+    await given_back(prefill)
 
 
 async def send(call: Any, message: Any) -> None:
@@ -365,7 +322,7 @@ async def test_hnd_26_a_probe_set_split_and_joined(client: Client, planner: Plan
     for number in range(12):
         images = number % 3
         pictures = IMAGES[:images]
-        messages = ask(images, "hello world " * number + "what is it?")
+        messages = about(images, "hello world " * number + "what is it?")
         sampling = greedy(planner.spec.eos_token_ids, max_tokens=8, logprobs=True)
         answer = await client.run(planner.request(messages, pictures, sampling))
         whole = reference_generate(planner.checkpoint, messages, pictures, 8)

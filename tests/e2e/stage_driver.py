@@ -174,19 +174,6 @@ class Client:
         await call.write(decode_pb2.DecodeRequest(job=message))
         return call
 
-    async def start_both(self, request: Request) -> tuple[Any, Any, prefill_pb2.FirstToken]:
-        """Prefill a text request, and let decode read what was announced; both calls, and the
-        first token, which decode was not told."""
-        prefill = await self.start_prefill(request)
-        announced = []
-        while (event := await prefill.read()).WhichOneof("kind") != "first_token":
-            if event.HasField("kv_ready"):
-                announced.append(event.kv_ready)
-        decode = await self.start_decode(request, 0)
-        for ready in announced:
-            await decode.write(decode_pb2.DecodeRequest(kv_ready=ready))
-        return prefill, decode, event.first_token
-
 
 async def next_event(call: Any, kind: str) -> Any:
     """The next event, which must be `kind`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -15,8 +15,9 @@ from PIL import Image
 
 from epd.errors import EpdError
 from epd.rpc.status import from_rpc_error
+from protos.epd.v1 import decode_pb2, prefill_pb2
 from tests.conftest import TinyCheckpoint
-from tests.e2e.stage_driver import Client, Planner
+from tests.e2e.stage_driver import Client, Planner, Request
 from tests.e2e.stage_processes import Stages
 from tests.tiny.reference import reference_generate
 
@@ -39,6 +40,11 @@ def ask(*parts: str) -> list[dict[str, Any]]:
     """A user's message; "*" is a picture."""
     content = [{"type": "image"} if p == "*" else {"type": "text", "text": p} for p in parts]
     return [{"role": "user", "content": content}]
+
+
+def about(images: int, text: str = "what is it?") -> list[dict[str, Any]]:
+    """A message of so many pictures, and then the text."""
+    return ask(*["*"] * images, text)
 
 
 ONE, THREE = ask("*", "describe"), ask("what", "*", "and", "*", "and", "*", "is it?")
@@ -94,3 +100,59 @@ async def read_until(call: Any, kind: str) -> Any:
         if event.WhichOneof("kind") == kind:
             return getattr(event, kind)
     raise AssertionError(f"no {kind}: {await call.code()}")
+
+
+# -- a request, step by step ------------------------------------------------------
+
+
+class Prefilled(NamedTuple):
+    """A prefill call that has given its token and holds its blocks."""
+
+    call: Any
+    announced: list[prefill_pb2.KvReady]
+    first: prefill_pb2.FirstToken
+
+    @property
+    def start(self) -> decode_pb2.DecodeRequest:
+        """The first token, as decode is told of it."""
+        start = decode_pb2.Start(first_token=self.first.token, kv_tokens=self.first.kv_tokens)
+        return decode_pb2.DecodeRequest(start=start)
+
+
+async def prefilled(client: Client, request: Request) -> Prefilled:
+    """Prefill alone; pictures that it lacks are encoded and given back."""
+    call = await client.start_prefill(request)
+    announced: list[prefill_pb2.KvReady] = []
+    encodes: list[Any] = []
+    while True:
+        event = await call.read()
+        assert event is not grpc.aio.EOF, await call.code()
+        if event.HasField("admitted"):
+            for index in event.admitted.missing_items:
+                encodes.append(await client.start_encode(request, index))
+                handle = (await read_until(encodes[-1], "ready")).handle
+                ready = prefill_pb2.EmbeddingReady(index=index, handle=handle)
+                await call.write(prefill_pb2.PrefillRequest(embedding_ready=ready))
+        elif event.HasField("kv_ready"):
+            announced.append(event.kv_ready)
+        elif event.HasField("first_token"):
+            for encode in encodes:
+                await encode.done_writing()
+                assert await encode.code() is grpc.StatusCode.OK
+            return Prefilled(call, announced, event.first_token)
+
+
+async def decoding(
+    client: Client, request: Request, announced: Sequence[prefill_pb2.KvReady]
+) -> Any:
+    """A decode call that was told of all blocks, and not yet of the first token."""
+    call = await client.start_decode(request, 0)
+    for ready in announced:
+        await call.write(decode_pb2.DecodeRequest(kv_ready=ready))
+    return call
+
+
+async def given_back(prefill: Any) -> None:
+    """Release prefill's blocks, as a reader that is done with them."""
+    await prefill.done_writing()
+    assert await prefill.code() is grpc.StatusCode.OK

@@ -11,7 +11,7 @@ import pytest
 
 from protos.epd.v1 import common_pb2, decode_pb2, prefill_pb2
 from tests.e2e.stage_driver import Client, Planner, Request, greedy, next_event
-from tests.e2e.stage_house import IMAGES, ONE, TEXT, drain, read_until
+from tests.e2e.stage_house import IMAGES, ONE, TEXT, decoding, drain, prefilled, read_until
 from tests.e2e.stage_processes import Stages
 from tests.waiting import until
 
@@ -136,10 +136,10 @@ async def test_a_slow_reader_loses_nothing_and_holds_up_nobody(
 
 async def hand_over(client: Client, request: Request) -> tuple[Any, Any]:
     """Prefill a text request and start decode on it; both calls."""
-    prefill, decode, first = await client.start_both(request)
-    start = decode_pb2.Start(first_token=first.token, kv_tokens=first.kv_tokens)
-    await decode.write(decode_pb2.DecodeRequest(start=start))
-    return prefill, decode
+    begun = await prefilled(client, request)
+    decode = await decoding(client, request, begun.announced)
+    await decode.write(begun.start)
+    return begun.call, decode
 
 
 async def eventually(stages: Stages, stage: str, name: str, above: int) -> None:

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from epd.errors import EpdError, ErrorKind
-from epd.rpc.status import from_rpc_error
-from protos.epd.v1 import common_pb2, decode_pb2, prefill_pb2
+from epd.errors import ErrorKind
+from protos.epd.v1 import common_pb2, decode_pb2
 from tests.conftest import TinyCheckpoint
 from tests.e2e.stage_driver import Client, Planner, Request, greedy, next_event
+from tests.e2e.stage_house import about, ask, decoding, given_back, prefilled, typed
 from tests.e2e.stage_processes import StageProcess, Stages
 from tests.tiny.reference import reference_generate
 from tests.waiting import LIMIT_S, soon, until
@@ -43,11 +43,6 @@ IMAGES = [
     Image.fromarray(_RANDOM.integers(0, 255, (height, width, 3), dtype=np.uint8))
     for height, width in ((40, 72), (64, 48))
 ]
-
-
-def ask(text: str, images: int = 0) -> list[dict[str, Any]]:
-    content: list[dict[str, Any]] = [{"type": "image"}] * images
-    return [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +85,11 @@ async def test_what_can_never_fit_is_refused_with_the_limit(
     client = Client(stages)
     request = planner.request(ask("hello"), (), greedy((), max_tokens=10))
     long = request.token_ids * (16 * BLOCK // len(request.token_ids) + 1)
-    error = await failure(await client.start_prefill(_with(request, long)))
+    error = await typed(await client.start_prefill(_with(request, long)))
     assert (error.kind, error.param) == (ErrorKind.CONTEXT_LENGTH_EXCEEDED, "job.token_ids")
     assert "kv.prefill_tokens" in error.message
     longer = request.token_ids * (20 * BLOCK // len(request.token_ids) + 1)
-    error = await failure(await client.start_decode(_with(request, longer), 0))
+    error = await typed(await client.start_decode(_with(request, longer), 0))
     assert error.kind is ErrorKind.CONTEXT_LENGTH_EXCEEDED
     await client.close()
 
@@ -103,7 +98,7 @@ async def test_many_more_requests_than_memory_all_get_their_turn(
     stages: Stages, planner: Planner
 ) -> None:
     client = Client(stages)
-    asked = [(ask("what is it? " * (i % 4 + 1), i % 3), IMAGES[: i % 3]) for i in range(18)]
+    asked = [(about(i % 3, "what is it? " * (i % 4 + 1)), IMAGES[: i % 3]) for i in range(18)]
     requests = [planner.request(messages, images) for messages, images in asked]
     results = await asyncio.gather(*(client.run_resuming(request) for request in requests))
     for (messages, images), (ids, _) in zip(asked[:6], results, strict=False):
@@ -118,7 +113,7 @@ async def test_streams_lost_at_random_leave_nothing_behind(
 ) -> None:
     client = Client(stages)
     pick = random.Random(7)
-    request = planner.request(ask("what?", 2), IMAGES)
+    request = planner.request(about(2, "what?"), IMAGES)
 
     async def lose(after_s: float) -> None:
         running = asyncio.create_task(client.run_resuming(request))
@@ -130,7 +125,7 @@ async def test_streams_lost_at_random_leave_nothing_behind(
         await asyncio.gather(*(lose(pick.uniform(0, 0.8)) for _ in range(12)))
     left = await asyncio.to_thread(stages.idle)
     assert not left, left
-    whole = reference_generate(planner.checkpoint, ask("what?", 2), IMAGES).ids
+    whole = reference_generate(planner.checkpoint, about(2, "what?"), IMAGES).ids
     assert (await client.run(request)).ids == whole
     await client.close()
 
@@ -145,20 +140,20 @@ async def test_a_worker_that_is_told_to_stop_finishes_what_runs(
     mixed = Stages(checkpoint, tmp_path, {}, {**stages.processes, "decode": leaving})
     client = Client(mixed)
     request = planner.request(ask("hello"), (), greedy((), max_tokens=120))
-    prefill, decode, first = await client.start_both(request)
+    begun = await prefilled(client, request)
+    decode = await decoding(client, request, begun.announced)
     await next_event(decode, "admitted")
     leaving.process.send_signal(signal.SIGTERM)
     await until(lambda: "leaving" in leaving.log())
-    error = await failure(await client.start_decode(request, 0))
+    error = await typed(await client.start_decode(request, 0))
     assert error.kind is ErrorKind.NOT_STARTED
-    start = decode_pb2.Start(first_token=first.token, kv_tokens=first.kv_tokens)
-    await decode.write(decode_pb2.DecodeRequest(start=start))
+    await decode.write(begun.start)
     kinds = []
     while (event := await decode.read()) is not grpc.aio.EOF:
         kinds.append(event.WhichOneof("kind"))
     assert kinds[-1] == "finished"
     assert await asyncio.to_thread(leaving.process.wait, LIMIT_S) == 0
-    prefill.cancel()
+    begun.call.cancel()
     await client.close()
 
 
@@ -173,27 +168,25 @@ async def test_what_waits_for_a_leaving_decodes_blocks_is_read_by_another(
     there = Client(stages)
     keeping, _ = _long(planner, "hello ")
     request, messages = _long(planner, "what? ")
-    prefill, said, _ = await prefilled(here, keeping)
-    holds = await decoding(here, keeping, said)
+    kept = await prefilled(here, keeping)
+    holds = await decoding(here, keeping, kept.announced)
     await next_event(holds, "admitted")
     await next_event(holds, "kv_fetched")
-    await prefill.done_writing()  # Start never comes: its blocks stay taken
-    prefill, said, first = await prefilled(here, request)
-    waits = await decoding(here, request, said)
+    await kept.call.done_writing()  # Start never comes: its blocks stay taken
+    begun = await prefilled(here, request)
+    waits = await decoding(here, request, begun.announced)
     await until(lambda: leaving.state()["waiting"] == 1)
     for call in (holds, waits):
         await call.write(decode_pb2.DecodeRequest(recall=common_pb2.Recall()))
-    assert (await failure(waits)).kind is ErrorKind.NOT_STARTED
+    assert (await typed(waits)).kind is ErrorKind.NOT_STARTED
     assert leaving.state()["running"] == 1, "what holds blocks goes on"
-    goes_on = await decoding(there, request, said)
-    start = decode_pb2.Start(first_token=first.token, kv_tokens=first.kv_tokens)
-    await goes_on.write(decode_pb2.DecodeRequest(start=start))
-    ids = [first.token.id]
+    goes_on = await decoding(there, request, begun.announced)
+    await goes_on.write(begun.start)
+    ids = [begun.first.token.id]
     while (event := await goes_on.read()) is not grpc.aio.EOF:
         ids += [token.id for token in event.tokens.tokens]
     assert ids == reference_generate(planner.checkpoint, messages, (), 3, eos_token_id=None).ids
-    await prefill.done_writing()
-    assert await prefill.code() is grpc.StatusCode.OK
+    await given_back(begun.call)
     holds.cancel()
     assert not await asyncio.to_thread(stages.idle)
     for client in (here, there):
@@ -211,27 +204,6 @@ def _long(planner: Planner, word: str) -> tuple[Request, list[dict[str, Any]]]:
     raise AssertionError
 
 
-Said = list[prefill_pb2.KvReady]
-
-
-async def prefilled(client: Client, request: Request) -> tuple[Any, Said, prefill_pb2.FirstToken]:
-    """A prefill call that has given its token and holds its blocks."""
-    call = await client.start_prefill(request)
-    said: Said = []
-    while (event := await call.read()).WhichOneof("kind") != "first_token":
-        if event.HasField("kv_ready"):
-            said.append(event.kv_ready)
-    return call, said, event.first_token
-
-
-async def decoding(client: Client, request: Request, said: Said) -> Any:
-    """A decode call that was told of all blocks."""
-    call = await client.start_decode(request, 0)
-    for ready in said:
-        await call.write(decode_pb2.DecodeRequest(kv_ready=ready))
-    return call
-
-
 async def test_what_outlasts_the_grace_ends_with_a_typed_error(
     checkpoint: Path, stages: Stages, planner: Planner, tmp_path: Path
 ) -> None:
@@ -240,11 +212,11 @@ async def test_what_outlasts_the_grace_ends_with_a_typed_error(
     leaving.wait_ready()
     mixed = Stages(checkpoint, tmp_path, {}, {**stages.processes, "prefill": leaving})
     client = Client(mixed)
-    call = await client.start_prefill(planner.request(ask("what?", 1), IMAGES[:1]))
+    call = await client.start_prefill(planner.request(about(1, "what?"), IMAGES[:1]))
     await next_event(call, "admitted")  # and the image never comes
     leaving.process.send_signal(signal.SIGTERM)
     with soon(20, instead_of="the image, for a minute"):
-        error = await failure(call)
+        error = await typed(call)
     assert error.kind is ErrorKind.STAGE_UNAVAILABLE
     assert await asyncio.to_thread(leaving.process.wait, LIMIT_S) == 0
     await client.close()
@@ -252,15 +224,3 @@ async def test_what_outlasts_the_grace_ends_with_a_typed_error(
 
 def _with(request: Request, token_ids: list[int]) -> Request:
     return replace(request, token_ids=token_ids, prompt_length=len(token_ids))
-
-
-async def failure(call: Any) -> EpdError:
-    """Drain a call that must fail; the error it carries."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await _drain(call)
-    return from_rpc_error(caught.value)
-
-
-async def _drain(call: Any) -> None:
-    while await call.read() is not grpc.aio.EOF:
-        pass
