@@ -53,9 +53,14 @@ def build_app(service: ChatService, bodies: BodyReader, fingerprint: str) -> Fas
     app = FastAPI(
         title="epd", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
     )
-    registry = service.pipeline.stages.registry
-    started = int(time.time())
+    _add_work(app, service, bodies)
+    _add_models(app, service, fingerprint)
+    _add_state(app, service)
+    _add_error_handlers(app)
+    return app
 
+
+def _add_work(app: FastAPI, service: ChatService, bodies: BodyReader) -> None:
     async def chat_completions(request: Request) -> Response:
         return await _answer(request, service, bodies, Form.CHAT)
 
@@ -87,14 +92,21 @@ def build_app(service: ChatService, bodies: BodyReader, fingerprint: str) -> Fas
         # Starlette's own routes: FastAPI's would look for arguments to fill in first.
         app.add_route(path, endpoint, methods=["POST"])
 
-    # Probes ask with HEAD as well.
-    @app.api_route("/version", methods=["GET", "HEAD"])
-    async def version() -> Response:
-        return _json({"version": __version__})
 
-    @app.get("/openapi.json")
-    async def openapi_document() -> Response:
-        return Response(OPENAPI, media_type="application/json")
+def _add_models(app: FastAPI, service: ChatService, fingerprint: str) -> None:
+    started = int(time.time())
+
+    def model_json() -> dict[str, Any]:
+        return {
+            "id": service.model,
+            "object": "model",
+            "created": started,
+            "owned_by": "epd",
+            "max_model_len": service.preparer.max_context,
+            "fingerprint": fingerprint,
+            "input_modalities": ["text", "image"],
+            "output_modalities": ["text"],
+        }
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -108,17 +120,18 @@ def build_app(service: ChatService, bodies: BodyReader, fingerprint: str) -> Fas
         # A missing resource is 404, as in OpenAI's API; in a chat body it is a bad field.
         return _json(EpdError(ErrorKind.MODEL_NOT_FOUND, reason, param="model").openai_body(), 404)
 
-    def model_json() -> dict[str, Any]:
-        return {
-            "id": service.model,
-            "object": "model",
-            "created": started,
-            "owned_by": "epd",
-            "max_model_len": service.preparer.max_context,
-            "fingerprint": fingerprint,
-            "input_modalities": ["text", "image"],
-            "output_modalities": ["text"],
-        }
+
+def _add_state(app: FastAPI, service: ChatService) -> None:
+    """What is served, and how it is. Probes ask with HEAD as well."""
+    registry = service.pipeline.stages.registry
+
+    @app.get("/openapi.json")
+    async def openapi_document() -> Response:
+        return Response(OPENAPI, media_type="application/json")
+
+    @app.api_route("/version", methods=["GET", "HEAD"])
+    async def version() -> Response:
+        return _json({"version": __version__})
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
@@ -142,9 +155,6 @@ def build_app(service: ChatService, bodies: BodyReader, fingerprint: str) -> Fas
     @app.get("/debug/state")
     async def state() -> Response:
         return _json({**counts(service), "workers": registry.describe()})
-
-    _add_error_handlers(app)
-    return app
 
 
 def why_not_ready(service: ChatService) -> str:

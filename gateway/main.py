@@ -9,10 +9,12 @@ import signal
 import sys
 
 import orjson
+from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from epd.background import until_stop
-from epd.config import Config
+from epd.config import Config, GatewayConfig
+from epd.models.spec import ModelSpec
 from epd.obs import logs
 from epd.obs.http import ObservationServer
 from epd.pulse import pulse
@@ -96,9 +98,8 @@ class Gateway:
             self.registry, self._connections, config, spec.fingerprint, spec.image_token_id
         )
         self._pipeline = Pipeline(stages)
-        self._prompts = prompts
         served = Served(spec, loaded.processor_digest, loaded.image_key)
-        self._preparer = Preparer(served, config, self._prompts, self.registry.limits)
+        self._preparer = Preparer(served, config, prompts, self.registry.limits)
         self.service = ChatService(
             config.model.name or spec.name,
             config,
@@ -106,50 +107,16 @@ class Gateway:
             self._pipeline,
             loaded.tokenizer,
         )
-        access = Access(config.gateway, config.limits.max_inflight)
         self._bodies = BodyReader(
             config,
             spec.vocab_size,
             lambda: Room(self._preparer.max_context, loaded.longest_token),
         )
+        access = Access(config.gateway, config.limits.max_inflight)
         self.app = build_app(self.service, self._bodies, spec.fingerprint)
-        self.app.add_middleware(AccessControl, access=access)
-        if config.gateway.cors_origins:
-            # Around the keys: a browser asks without one what it may do.
-            self.app.add_middleware(
-                CORSMiddleware,
-                allow_origins=config.gateway.cors_origins,
-                allow_methods=["GET", "POST"],
-                # Any: OpenAI's own client sends a dozen of its own. Who may call is decided
-                # by the origin and the key, which pages send themselves (there are no cookies).
-                allow_headers=["*"],
-                expose_headers=_SHOWN_HEADERS,
-            )
-        self.app.add_middleware(RequestLog)
-        self._membership = Server(
-            STAGE,
-            [_MEMBERSHIP],
-            config.rpc,
-            max_message_bytes=config.rpc.control_bytes,
-            count_streams=False,
-        )
-        membership_pb2_grpc.add_MembershipServicer_to_server(
-            MembershipService(self.registry, config.gateway), self._membership.grpc
-        )
-        receipt = grpc_receipt.Receipt(config, access, self._bodies, self.service.budget)
-        self._public = Server(
-            STAGE,
-            [SERVICE],
-            config.rpc,
-            max_message_bytes=config.limits.max_body_bytes,
-            interceptors=[AccessLog(access), receipt],
-            options=grpc_receipt.options(config),
-            count_streams=False,
-        )
-        gateway_pb2_grpc.add_GatewayServicer_to_server(
-            GatewayService(self.service, spec.vocab_size, spec.fingerprint, access),
-            self._public.grpc,
-        )
+        _guard(self.app, config.gateway, access)
+        self._membership = _membership_server(config, self.registry)
+        self._public = _public_server(config, self.service, self._bodies, spec, access)
         self._observation = ObservationServer(
             STAGE, lambda: counts(self.service), lambda: why_not_ready(self.service)
         )
@@ -247,3 +214,51 @@ class Gateway:
         while True:
             await asyncio.sleep(_PRUNE_S)
             await self._connections.prune()
+
+
+def _guard(app: FastAPI, config: GatewayConfig, access: Access) -> None:
+    """What stands around the routes; what is added last is met first."""
+    app.add_middleware(AccessControl, access=access)
+    if config.cors_origins:
+        # Around the keys: a browser asks without one what it may do.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST"],
+            # Any: OpenAI's own client sends a dozen of its own. Who may call is decided
+            # by the origin and the key, which pages send themselves (there are no cookies).
+            allow_headers=["*"],
+            expose_headers=_SHOWN_HEADERS,
+        )
+    app.add_middleware(RequestLog)
+
+
+def _membership_server(config: Config, registry: Registry) -> Server:
+    server = Server(
+        STAGE,
+        [_MEMBERSHIP],
+        config.rpc,
+        max_message_bytes=config.rpc.control_bytes,
+        count_streams=False,
+    )
+    service = MembershipService(registry, config.gateway)
+    membership_pb2_grpc.add_MembershipServicer_to_server(service, server.grpc)
+    return server
+
+
+def _public_server(
+    config: Config, service: ChatService, bodies: BodyReader, spec: ModelSpec, access: Access
+) -> Server:
+    receipt = grpc_receipt.Receipt(config, access, bodies, service.budget)
+    server = Server(
+        STAGE,
+        [SERVICE],
+        config.rpc,
+        max_message_bytes=config.limits.max_body_bytes,
+        interceptors=[AccessLog(access), receipt],
+        options=grpc_receipt.options(config),
+        count_streams=False,
+    )
+    api = GatewayService(service, spec.vocab_size, spec.fingerprint, access)
+    gateway_pb2_grpc.add_GatewayServicer_to_server(api, server.grpc)
+    return server
