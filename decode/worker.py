@@ -77,7 +77,7 @@ class DecodeWorker(LmWorker[Ticket]):
         self._series = Series(self.steps, self._runner.step, self._done)
         spec = self.spec
         self._grammars = Grammars(spec.path, spec.vocab_size, spec.eos_token_ids)
-        self._reader = KvReader(self.spec, kv, memory, shared)
+        self._reader = KvReader(spec, kv, memory, shared)
         self._next_key = 0
 
     def warm_up(self) -> None:
@@ -293,7 +293,7 @@ class DecodeWorker(LmWorker[Ticket]):
         for one in made:
             self._keep(one)
         if self._scheduler.complete():
-            self.steps.poke()  # as above
+            self.steps.poke()  # as in `_withdraw`
         for one in made:
             one.ticket.run_ms += ms
             if not one.ticket.stopped:

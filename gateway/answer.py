@@ -58,7 +58,6 @@ class Answer:
         texts: Sequence[OutputText],
         *,
         timeline: Timeline,
-        deadline: float,
         hold: Hold,
         visit: Visit,
         let_go: Callable[[], None],
@@ -66,7 +65,6 @@ class Answer:
         """`texts`: one for each choice. `let_go` is called once, when its place is free."""
         self.call = call
         self.request_id = request.request_id
-        self.deadline = deadline
         self.timeline = timeline
         self.reason: FinishReason | None = None
         self._request = request

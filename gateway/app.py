@@ -1,4 +1,4 @@
-"""The HTTP API: OpenAI's chat completions, models, health, metrics, state."""
+"""The HTTP API: OpenAI's routes, tokenize and detokenize, probes, metrics, state."""
 
 from __future__ import annotations
 

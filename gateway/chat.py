@@ -105,7 +105,6 @@ class ChatService:
             run,
             self._texts(call, request),
             timeline=timeline,
-            deadline=deadline,
             hold=hold,
             visit=visit,
             let_go=self._place_is_free,

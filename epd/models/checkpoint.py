@@ -1,4 +1,4 @@
-"""Loading one part of a checkpoint, and the fingerprint of its weights.
+"""Loading one part of a checkpoint.
 
 A process holds the weights of its own part only: the vision tower with its
 projector ("encode"), or the language model ("lm"). The other part is replaced by
@@ -16,9 +16,7 @@ import torch
 from torch import nn
 
 from epd.errors import invalid
-from epd.models.spec import ModelSpec, fingerprint, model_config, read_spec, supported_class
-
-__all__ = ["Absent", "ModelSpec", "Part", "fingerprint", "load_part", "read_spec"]
+from epd.models.spec import model_config, read_spec, supported_class
 
 Part = Literal["encode", "lm"]
 

@@ -26,7 +26,7 @@ from epd.models import attention
 from epd.models.attention import AttentionStep, Kernel, plan_step
 from epd.models.backends import device_attention, isa, kv_layout, usable_device
 from epd.models.batch import ForwardBatch, SequenceSlice
-from epd.models.checkpoint import load_part, read_spec, weights_bytes
+from epd.models.checkpoint import load_part, weights_bytes
 from epd.models.exact import ROW_TILE, make_row_invariant
 from epd.models.gpu.attention import DeviceAttention
 from epd.models.gpu.graphs import DecodeGraphs, buckets
@@ -43,7 +43,7 @@ from epd.models.positions import PositionRows
 from epd.models.progress import report_layers
 from epd.models.quantize import NAME, quantize_linears
 from epd.models.shortcut import Decoded, DecodeRow, Shortcut, agree, make_shortcut
-from epd.models.spec import ModelSpec
+from epd.models.spec import ModelSpec, read_spec
 
 __all__ = ["DecodeRow", "Decoded", "ForwardBatch", "LanguageModel", "SequenceSlice"]
 
@@ -54,7 +54,7 @@ _PROBE_TOKENS: Final = 24
 
 
 class LanguageModel:
-    """A checkpoint without its vision tower. One thread at a time may call `forward`."""
+    """A checkpoint without its vision tower. Its forwards run in one thread at a time."""
 
     def __init__(
         self,

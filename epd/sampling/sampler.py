@@ -20,10 +20,7 @@ from torch import Tensor
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import SampledToken, SamplingParams
 from epd.sampling.noise import noise_key, race
-from epd.sampling.params import finish_reason, validate
 from epd.sampling.state import SamplerState
-
-__all__ = ["LOGPROB_FLOOR", "Sampler", "SamplerState", "finish_reason", "validate"]
 
 LOGPROB_FLOOR: Final = -9999.0
 """Reported for what can't be sampled: JSON has no -inf."""

@@ -132,9 +132,9 @@ class Driver:
 
     def _submitted(self, results: list[Result]) -> None:
         now = time.monotonic()
-        for read, piece, batch_id in results:
+        for read, _, batch_id in results:
             ticket = None if batch_id is None else next(self._tickets)
-            self._flow.submitted(read, piece, ticket)
+            self._flow.submitted(read, ticket)
             if ticket is not None and batch_id is not None:
                 self._under_way[ticket] = (read, now)
                 self._watcher.watch(ticket, batch_id)

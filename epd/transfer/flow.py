@@ -87,9 +87,9 @@ class Flow:
                 del self._queues[name]
         return taken
 
-    def submitted(self, read: Read, piece: Piece, ticket: int | None) -> None:
-        """Mooncake has a taken piece, under this ticket; None: refused, or skipped as
-        stopped."""
+    def submitted(self, read: Read, ticket: int | None) -> None:
+        """Mooncake has one of the read's taken pieces, under this ticket; None: refused, or
+        skipped as stopped."""
         read.submitting -= 1
         if ticket is not None:
             read.ids.add(ticket)

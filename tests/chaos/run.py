@@ -42,7 +42,6 @@ class Report:
     afterwards: list[Outcome]
     leaks: list[str]
     skipped: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:

@@ -64,7 +64,6 @@ async def parts_of(events: list[Event], choices: int) -> list[Part]:
         LaggingRun(events),
         texts,
         timeline=Timeline(),
-        deadline=0.0,
         hold=hold,
         visit=visit,
         let_go=lambda: None,

@@ -13,7 +13,8 @@ from hypothesis.extra import numpy as arrays
 
 from epd.jobs import SampledToken, SamplingParams
 from epd.models.kernels import build
-from epd.sampling.sampler import Sampler, SamplerState
+from epd.sampling.sampler import Sampler
+from epd.sampling.state import SamplerState
 
 library = build.load()
 pytestmark = pytest.mark.skipif(library is None, reason="no kernels on this machine")

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from epd.errors import EpdError, ErrorKind
-from epd.models.checkpoint import fingerprint, load_part, read_spec
+from epd.models.checkpoint import load_part
+from epd.models.spec import fingerprint, read_spec
 from tests.tiny import FAMILIES
 
 Tiny = Callable[..., Path]

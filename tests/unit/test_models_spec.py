@@ -12,7 +12,7 @@ import pytest
 
 from epd.errors import EpdError
 from epd.models import families
-from epd.models.checkpoint import read_spec
+from epd.models.spec import read_spec
 from tests.tiny import FAMILIES
 
 Tiny = Callable[..., Path]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from epd.models.checkpoint import fingerprint
+from epd.models.spec import fingerprint
 from tests.tiny import FAMILIES, build, reference_generate
 from tests.unit.pictures import noise
 

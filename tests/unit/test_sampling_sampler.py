@@ -20,7 +20,8 @@ from transformers.generation.logits_process import (
 
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import SampledToken, SamplingParams
-from epd.sampling.sampler import LOGPROB_FLOOR, Sampler, SamplerState, candidates
+from epd.sampling.sampler import LOGPROB_FLOOR, Sampler, candidates
+from epd.sampling.state import SamplerState
 
 V = 50
 

@@ -55,13 +55,13 @@ class FlowMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.submitting)
     @rule(accepted=st.booleans())
     def answer(self, accepted: bool) -> None:
-        read, piece = self.submitting.pop(0)
+        read, _ = self.submitting.pop(0)
         if accepted and not read.stopped:
             self.ids[self.next_id] = read
-            self.flow.submitted(read, piece, self.next_id)
+            self.flow.submitted(read, self.next_id)
             self.next_id += 1
         else:
-            self.flow.submitted(read, piece, None)
+            self.flow.submitted(read, None)
             assert read.failure
 
     @precondition(lambda self: self.ids)
@@ -135,10 +135,10 @@ def test_a_stopped_read_is_parked_until_its_last_id_ends() -> None:
     read = make_read(pieces=5, key="request")
     flow.add(read)
     flow.take()
-    flow.submitted(read, read_piece(0), 11)
+    flow.submitted(read, 11)
     flow.stop(read, "cancelled")
     assert (flow.parked, read.settled, flow.of("request")) == (1, False, [read])
-    flow.submitted(read, read_piece(1), None)  # the submitting thread saw that it was stopped
+    flow.submitted(read, None)  # the submitting thread saw that it was stopped
     assert not read.settled
     flow.finished(read, 11, ok=True)
     assert (flow.parked, read.settled, flow.of("request")) == (0, True, [])
@@ -151,8 +151,8 @@ def test_the_first_failure_is_the_one_reported() -> None:
     read = make_read(pieces=2)
     flow.add(read)
     flow.take()
-    flow.submitted(read, read_piece(0), 1)
-    flow.submitted(read, read_piece(1), 2)
+    flow.submitted(read, 1)
+    flow.submitted(read, 2)
     flow.finished(read, 1, ok=False)
     flow.stop(read, "given up")
     assert read.failure == "the engine reports a failed read"
@@ -163,6 +163,6 @@ def test_an_answer_about_an_unknown_id_is_caught() -> None:
     read = make_read(pieces=1)
     flow.add(read)
     flow.take()
-    flow.submitted(read, read_piece(0), 1)
+    flow.submitted(read, 1)
     with pytest.raises(KeyError):
         flow.finished(read, 2, ok=True)
