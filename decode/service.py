@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 import grpc.aio
@@ -18,7 +17,7 @@ from epd.rpc.convert import (
     token_to_proto,
 )
 from epd.rpc.jobs import ModelFacts, decode_job_from_proto
-from epd.runtime.streams import deadline, first_job, read_into
+from epd.runtime.streams import deadline, first_job, receiving
 from protos.epd.v1 import common_pb2, decode_pb2_grpc
 from protos.epd.v1 import decode_pb2 as pb
 
@@ -48,22 +47,17 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                     self._worker.close(ticket)
 
     async def _serve(self, ticket: Ticket, context: Context) -> None:
-        reader = asyncio.create_task(
-            read_into(
-                ticket.events,
-                context,
-                lambda message: self._receive(ticket, message),
-                lambda: self._worker.half_close(ticket),
-            )
-        )
-        try:
+        with receiving(
+            ticket.events,
+            context,
+            lambda message: self._receive(ticket, message),
+            lambda: self._worker.half_close(ticket),
+        ):
             # A slow client holds up this loop only: what gathers meanwhile is
             # coalesced into few messages.
             while events := await ticket.events.take():
                 for message in messages(events):
                     await context.write(message)
-        finally:
-            reader.cancel()
 
     def _receive(self, ticket: Ticket, message: pb.DecodeRequest) -> None:
         kind = message.WhichOneof("kind")

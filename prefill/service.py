@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from epd.rpc.convert import (
     token_to_proto,
 )
 from epd.rpc.jobs import ModelFacts, prefill_job_from_proto
-from epd.runtime.streams import deadline, first_job, read_into
+from epd.runtime.streams import deadline, first_job, receiving
 from prefill.ticket import (
     Admitted,
     EmbeddingFetched,
@@ -57,21 +56,16 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     async def _serve(self, ticket: Ticket, context: Context) -> bool:
         """True when the client has released the blocks by half-closing."""
-        reader = asyncio.create_task(
-            read_into(
-                ticket.events,
-                context,
-                lambda message: self._receive(ticket, message),
-                lambda: self._worker.half_close(ticket),
-            )
-        )
-        try:
+        with receiving(
+            ticket.events,
+            context,
+            lambda message: self._receive(ticket, message),
+            lambda: self._worker.half_close(ticket),
+        ):
             while events := await ticket.events.take():
                 for event in events:
                     await context.write(_TO_PROTO[type(event)](event))
-            return True
-        finally:
-            reader.cancel()
+        return True
 
     def _receive(self, ticket: Ticket, message: pb.PrefillRequest) -> None:
         kind = message.WhichOneof("kind")

@@ -74,14 +74,28 @@ async def first_job(context: grpc.aio.ServicerContext[Any, Any]) -> Any:
     return first.job
 
 
-async def read_into(
+@contextmanager
+def receiving(
+    mailbox: Mailbox[Any],
+    context: grpc.aio.ServicerContext[Message, Any],
+    on_message: Callable[[Message], None],
+    on_half_close: Callable[[], None],
+) -> Iterator[None]:
+    """While the servicer writes from `mailbox`, hand the client's messages to the worker; a
+    fault ends the stream through `mailbox`."""
+    reader = asyncio.create_task(_read(mailbox, context, on_message, on_half_close))
+    try:
+        yield
+    finally:
+        reader.cancel()
+
+
+async def _read(
     mailbox: Mailbox[Any],
     context: grpc.aio.ServicerContext[Message, Any],
     on_message: Callable[[Message], None],
     on_half_close: Callable[[], None],
 ) -> None:
-    """Hand the client's messages to the worker; a fault ends the stream through
-    `mailbox`, which the servicer is writing from."""
     try:
         while (message := await next_message(context)) is not None:
             on_message(message)

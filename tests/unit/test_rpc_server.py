@@ -21,7 +21,7 @@ from epd.rpc.channels import dial
 from epd.rpc.server import Server, TypedErrors
 from epd.rpc.status import from_rpc_error
 from epd.runtime.mailbox import Mailbox
-from epd.runtime.streams import Streams, deadline, next_message, read_into
+from epd.runtime.streams import Streams, deadline, next_message, receiving
 from protos.epd.v1 import decode_pb2, decode_pb2_grpc
 from tests.readings import reading
 from tests.uncollected import uncollected
@@ -222,10 +222,9 @@ async def test_a_fault_while_reading_ends_the_stream_through_its_mailbox() -> No
         def on_message(message: decode_pb2.DecodeRequest) -> None:
             raise EpdError(ErrorKind.INVALID_REQUEST, "no", param="kv_ready")
 
-        reader = asyncio.create_task(read_into(mailbox, context, on_message, mailbox.close))
-        while await mailbox.take():
-            pass
-        await reader
+        with receiving(mailbox, context, on_message, mailbox.close):
+            while await mailbox.take():
+                pass
 
     async with serving(serve) as (_, channel):
         assert (await failed(channel)).param == "kv_ready"
