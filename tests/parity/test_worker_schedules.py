@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.models.encoder import VisionEncoder
 from epd.models.lm import LanguageModel
 from tests.conftest import TinyCheckpoint
-from tests.parity.workers import BLOCK, COLD, Prompt, Trio, prompts, unless_it_leaves
+from tests.parity.workers import BLOCK, COLD, Prompt, Trio, prompts, schedules, unless_it_leaves
 
 FAMILY = "qwen3_vl"
 _PROMPTS = 14
@@ -113,14 +113,7 @@ async def _visit(trio: Trio, house: House, guest: Guest) -> list[Any] | None:
     return await unless_it_leaves(asking, guest.leaves_ms)
 
 
-def _schedules(examples: int) -> Any:
-    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-    # No shrinking: what fails by an unlucky moment doesn't fail again, after minutes of it.
-    phases = set(Phase) - {Phase.shrink}
-    return settings(max_examples=examples, phases=phases, suppress_health_check=checks)
-
-
-@_schedules(12)
+@schedules(12)
 @given(houses, waves)
 def test_no_schedule_changes_a_bit(
     house: House, drawn: dict[str, Any], together: list[list[Guest]]
@@ -130,7 +123,7 @@ def test_no_schedule_changes_a_bit(
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@_schedules(200)
+@schedules(200)
 @given(houses, waves)
 def test_no_schedule_of_many_changes_a_bit(
     house: House, drawn: dict[str, Any], together: list[list[Guest]]

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from decode.ticket import Finished, TokenMade
@@ -33,7 +33,15 @@ from epd.sampling.sampler import Sampler
 from epd.sampling.state import SamplerState
 from tests.e2e.cluster import DEMO_CHECKPOINT
 from tests.parity.split import Request, Worker
-from tests.parity.workers import BLOCK, Pair, Prompt, Visit, prompts, unless_it_leaves
+from tests.parity.workers import (
+    BLOCK,
+    Pair,
+    Prompt,
+    Visit,
+    prompts,
+    schedules,
+    unless_it_leaves,
+)
 from tests.unit.fake_stage import decode_job, prefill_job
 
 Answer = tuple[list[SampledToken], FinishReason]
@@ -261,12 +269,9 @@ houses = st.fixed_dictionaries(
         "decode__prefix_cache": st.booleans(),
     }
 )
-# No shrinking: what fails by an unlucky moment doesn't fail again, after minutes of it.
-_CHECKS = {"suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
-_PHASES = set(Phase) - {Phase.shrink}
 
 
-@settings(max_examples=8, phases=_PHASES, **_CHECKS)
+@schedules(8)
 @given(houses, st.lists(st.lists(guests, min_size=1, max_size=8), min_size=1, max_size=3))
 def test_no_company_changes_an_answer(
     house: House, drawn: dict[str, Any], waves: list[list[Guest]]
@@ -276,7 +281,7 @@ def test_no_company_changes_an_answer(
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@settings(max_examples=150, phases=_PHASES, **_CHECKS)
+@schedules(150)
 @given(houses, st.lists(st.lists(guests, min_size=1, max_size=8), min_size=1, max_size=3))
 def test_no_company_of_many_changes_an_answer(
     house: House, drawn: dict[str, Any], waves: list[list[Guest]]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
+from hypothesis import HealthCheck, Phase, settings
 from PIL import Image
 
 from decode.ticket import TokenMade
@@ -280,6 +281,14 @@ async def unless_it_leaves(asking: Coroutine[Any, Any, T], leaves_ms: int | None
             await asyncio.wait({task})
             return None
     return await task
+
+
+def schedules(examples: int) -> settings:
+    """So many of them. No shrinking: what fails by an unlucky moment doesn't fail again, after
+    minutes of it."""
+    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    phases = set(Phase) - {Phase.shrink}
+    return settings(max_examples=examples, phases=phases, suppress_health_check=checks)
 
 
 class Files:
