@@ -42,7 +42,7 @@ from bench.service import end_on_sigterm
 from epd.bench.campaign import in_turn
 from epd.bench.load import Limits, Round, Target, run_round
 from epd.bench.machine import environment
-from epd.bench.report import markdown
+from epd.bench.report import cell, markdown
 
 SLOW_ROUNDS = 2
 _SLOW_SHARE = 4
@@ -113,7 +113,7 @@ async def _once(scenario: Scenario, target: Target, number: int) -> Round:
     done = await run_round(
         target, scenario.load, number, scenario.workload(number, requests), Limits(300.0)
     )
-    figures = [f"{c.name}: {_shown(c, c.figure(done))}" for c in scenario.columns]
+    figures = [f"{c.name}: {c.shown(done)}" for c in scenario.columns]
     failed = [f"FAILED {r.error} {r.detail}" for r in done.records if not r.ok][:1]
     print(f"{number:>3} {target.name:<14} {'; '.join([*figures, *failed])}", flush=True)
     return done
@@ -125,12 +125,8 @@ async def _interfere(comparison: Comparison, targets: Sequence[Target]) -> None:
         for target in in_turn(fast, number):
             done = await run_round(target, AS_RECORDED, number, interference(), Limits(120.0))
             comparison.keep("interference", done)
-            said = "; ".join(f"{c.name}: {_shown(c, c.figure(done))}" for c in INTERFERENCE)
+            said = "; ".join(f"{c.name}: {c.shown(done)}" for c in INTERFERENCE)
             print(f"  interference {target.name:<14} {said}", flush=True)
-
-
-def _shown(column: Column, value: float | None) -> str:
-    return "-" if value is None else f"{value:.{column.digits}f}"
 
 
 # --- what is written
@@ -174,8 +170,11 @@ def _figure_row(comparison: Comparison, scenario: str, column: Column) -> list[s
 def _median_cell(column: Column, values: Sequence[float]) -> str:
     if not values:
         return "-"
-    low, high = _shown(column, min(values)), _shown(column, max(values))
-    return f"{_shown(column, statistics.median(values))} ({low}-{high}, n={len(values)})"
+    middle, low, high = (
+        cell(value, column.digits)
+        for value in (statistics.median(values), min(values), max(values))
+    )
+    return f"{middle} ({low}-{high}, n={len(values)})"
 
 
 def _cores(comparison: Comparison) -> str:

@@ -57,7 +57,7 @@ class Growth:
     """TTFT of the shortest prompt there is, a round after the other."""
     shortest_tokens: int = 0
 
-    def rounds_left_out(self, spent: Mapping[tuple[str, int], float]) -> bool:
+    def out_of_time(self, spent: Mapping[tuple[str, int], float]) -> bool:
         """Whether not even the shortest size would end in time."""
         return time.monotonic() + min(spent.values()) > self.until
 
@@ -85,7 +85,7 @@ async def measure(growth: Growth, service: Service, seed: int = 0) -> None:
             record = await asker.ask([user("a", (), "")], "shortest")
             growth.shortest.append(record.ttft)
             growth.shortest_tokens = record.prompt_tokens
-            if time.monotonic() > growth.until or growth.rounds_left_out(spent):
+            if growth.out_of_time(spent):
                 return
 
 

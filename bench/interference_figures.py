@@ -10,11 +10,11 @@ from typing import Any
 
 import orjson
 
-from bench.scenarios import burst_ttft_s, steady_itl_ms
+from bench.scenarios import burst_ttft_s, steady_itl_ms, tok_s
 from epd.bench.load import Round
 from epd.bench.machine import environment
 from epd.bench.record import Record
-from epd.bench.report import markdown
+from epd.bench.report import cell, markdown
 from epd.bench.summary import Slo
 
 SPLIT = "epd split"
@@ -64,10 +64,6 @@ class Found:
 
 def _of(one: Round, kind: str) -> list[Record]:
     return [record for record in one.records if record.kind == kind]
-
-
-def tok_s(one: Round) -> float | None:
-    return sum(record.output_tokens for record in one.records if record.ok) / one.wall_s
 
 
 def burst_req_s(one: Round) -> float | None:
@@ -146,7 +142,7 @@ def _budget_table(found: Found) -> str:
     names = (P99, FIGURES[3], TOKENS)
     rows = [
         [one.target + (" (best)" if one.target == found.best else "")]
-        + [_shown(figure.of(one), figure.digits) for figure in names]
+        + [cell(figure.of(one), figure.digits) for figure in names]
         for one in found.budgets
     ]
     return markdown(("chunk budget", *(figure.name for figure in names)), rows)
@@ -159,11 +155,11 @@ def _load_table(found: Found) -> str:
             if not (rounds := found.of(images, target)):
                 continue
             failed = sum(not record.ok for one in rounds for record in one.records)
-            cells = [_shown(median(rounds, figure), figure.digits) for figure in FIGURES]
+            cells = [cell(median(rounds, figure), figure.digits) for figure in FIGURES]
             good = good_share(found, rounds)
             rows.append([
                 str(images), target, *cells, "-" if good is None else f"{good:.0%}",
-                _shown(goodput(found, rounds), 3), str(failed), str(len(rounds)),
+                cell(goodput(found, rounds), 3), str(failed), str(len(rounds)),
             ])  # fmt: skip
     head = ("images a burst", "server", *(figure.name for figure in FIGURES))
     return markdown((*head, "good", "good requests/s", "failed", "n"), rows)
@@ -181,8 +177,8 @@ def _ratio_table(found: Found) -> str:
                 continue
             p99 = _paired(theirs, ours, P99)
             rows.append([
-                str(images), other, _shown(p99, 1),
-                *(_shown(_paired(ours, theirs, figure), 2) for figure in FIGURES[4:6]),
+                str(images), other, cell(p99, 1),
+                *(cell(_paired(ours, theirs, figure), 2) for figure in FIGURES[4:6]),
             ])  # fmt: skip
     head = ("images a burst", "beside", "its ITL p99 over the split service's (aim: 3)")
     return markdown((*head, "split's tok/s over its", "split's image prompts/s over its"), rows)
@@ -194,10 +190,6 @@ def _paired(these: Sequence[Round], base: Sequence[Round], figure: Figure) -> fl
     values = [(figure.of(one), figure.of(other)) for one, other in pairs]
     known = [a / b for a, b in values if a is not None and b]
     return statistics.median(known) if known else None
-
-
-def _shown(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def document(found: Found) -> bytes:

@@ -1,4 +1,5 @@
-"""What `bench.compare` asks of every server, and the figure that it takes from each."""
+"""What `bench.compare` and `bench.interference` ask of every server, and the figures that they
+take from each."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from epd.bench.load import Round, Workload
+from epd.bench.report import cell
 from epd.bench.summary import percentile
 from epd.bench.workload import Load, Picture, Shape, Template, Timed
 
@@ -64,6 +66,9 @@ class Column:
     figure: Figure
     digits: int = 1
     more_is_better: bool = False
+
+    def shown(self, one: Round) -> str:
+        return cell(self.figure(one), self.digits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -111,6 +111,14 @@ class EpdError(Exception):
     def for_log(self) -> str:
         """The message, but of what is wrong with a request: it quotes what is in no log."""
         return str(self.kind) if self.mapping.http_status == 400 else self.message
+
+    def as_json(self) -> dict[str, str | None]:
+        """For another process of ours: `from_json` makes it again."""
+        return {"kind": str(self.kind), "message": self.message, "param": self.param}
+
+    @classmethod
+    def from_json(cls, said: Any) -> EpdError:
+        return cls(ErrorKind(said["kind"]), said["message"], param=said["param"])
 
     def openai_body(self) -> dict[str, dict[str, str | None]]:
         """The JSON body that OpenAI's clients turn into an exception."""

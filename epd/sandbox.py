@@ -179,7 +179,7 @@ def _unavailable() -> EpdError:
 
 def _raise_error(head: Mapping[str, Any]) -> None:
     if (error := head.get("error")) is not None:
-        raise EpdError(ErrorKind(error["kind"]), error["message"], param=error["param"])
+        raise EpdError.from_json(error)
 
 
 class _Worker:

@@ -81,14 +81,9 @@ def _load(control: socket.socket, task: Mapping[str, Any]) -> Work:
     try:
         work: Work = getattr(importlib.import_module(module), name)(**task["arguments"])
     except EpdError as error:
-        _reply(control, _as_json(error), ())
+        _reply(control, {"error": error.as_json()}, ())
         sys.exit(1)
     return work
-
-
-def _as_json(error: Any) -> dict[str, Any]:
-    known = {"kind": str(error.kind), "message": error.message, "param": error.param}
-    return {"error": known}
 
 
 def _be_a_worker(channel: socket.socket, work: Work, task: Mapping[str, Any]) -> NoReturn:
@@ -121,7 +116,7 @@ def _serve(
     try:
         answer, buffers = work(head, body)
     except EpdError as error:
-        answer = _as_json(error)
+        answer = {"error": error.as_json()}
     except Exception as error:
         traceback.print_exc()
         answer = {"fault": f"{type(error).__name__}: {error}"[:500]}

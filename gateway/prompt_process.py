@@ -26,7 +26,7 @@ from typing import Any
 import orjson
 
 from epd.config import ModelConfig
-from epd.errors import EpdError, ErrorKind, invalid
+from epd.errors import EpdError, invalid
 from epd.lifetime import die_with_expected_parent
 from epd.models.spec import ModelSpec
 from epd.sandbox_worker import allow_cpu, allow_memory, receive_exactly
@@ -84,7 +84,7 @@ def facts_of(reply: Mapping[str, Any]) -> Facts:
 
 def _result(reply: Mapping[str, Any]) -> Mapping[str, Any]:
     if (error := reply.get("error")) is not None:
-        raise EpdError(ErrorKind(error["kind"]), error["message"], param=error["param"])
+        raise EpdError.from_json(error)
     if "fault" in reply:
         raise RuntimeError(f"in a prompt process: {reply['fault']}")
     return reply
@@ -102,11 +102,11 @@ class _Answers:
         try:
             return self._to(request)
         except EpdError as error:
-            return _error(error)
+            return {"error": error.as_json()}
         except MemoryError:
             field = "prompt" if request["do"] == "encode" else "messages"
             reason = f"{field}: the prompt takes more than {self._bounds.mib} MiB to build"
-            return _error(invalid(reason, field))
+            return {"error": invalid(reason, field).as_json()}
         except Exception as error:
             traceback.print_exc()
             return {"fault": f"{type(error).__name__}: {error}"[:500]}
@@ -126,11 +126,6 @@ class _Answers:
         tools = [Tool(**tool) for tool in request["tools"]]
         messages = [_message(message) for message in request["messages"]]
         return _plan_reply(builder.build(messages, sizes, request["max_tokens"], tools))
-
-
-def _error(error: EpdError) -> dict[str, Any]:
-    known = {"kind": str(error.kind), "message": error.message, "param": error.param}
-    return {"error": known}
 
 
 def _plan_reply(plan: PromptPlan) -> dict[str, Any]:

@@ -113,10 +113,10 @@ def _row(s: Mapping[str, Any]) -> list[str]:
         s["target"], s["load"], s["kind"] or "all", f"{s['ok']}/{s['requests']}", errors,
         _latency(s["ttft_s"], _MS), _latency(s["tpot_s"], _MS), _latency(s["itl_s"], _MS),
         _latency(s["latency_s"], 1.0),
-        _number(s["tok_s"], 1), _number(s["req_s"], 3), _number(s["image_s"], 3),
+        cell(s["tok_s"], 1), cell(s["req_s"], 3), cell(s["image_s"], 3),
         "-" if s["good_share"] is None else f"{s['good_share']:.0%}",
-        _number(s["good_req_s"], 3),
-        " / ".join(_number(cores[name], 2) for name in ("client", "server", "others")),
+        cell(s["good_req_s"], 3),
+        " / ".join(cell(cores[name], 2) for name in ("client", "server", "others")),
     ]  # fmt: skip
 
 
@@ -127,7 +127,8 @@ def _latency(values: Mapping[str, float] | None, scale: float) -> str:
     return " / ".join(f"{values[name] * scale:.{digits}f}" for name in _NAMES)
 
 
-def _number(value: float | None, digits: int) -> str:
+def cell(value: float | None, digits: int) -> str:
+    """For a table; "-" where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 

@@ -25,6 +25,7 @@ from epd.models.batch import SequenceSlice
 from epd.models.kernels.attention import AttentionKernel
 from epd.models.kernels.build import Library
 from epd.models.kernels.linear import PackedLinear
+from epd.models.kernels.parts import epsilon, has_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ def _agree(layer: Any, fused: FusedLayer, probe: _Probe) -> bool:
 
 
 def _parts_fit(layer: nn.Module) -> bool:
-    parts = {name: part for name, part in layer.named_modules() if _has_parameters(part)}
+    parts = {name: part for name, part in layer.named_modules() if has_parameters(part)}
     if not set(_PROJECTIONS) | set(_NORMS) - _OPTIONAL <= set(parts) <= {*_PROJECTIONS, *_NORMS}:
         return False
     linears = {name: parts[path].forward for path, name in _PROJECTIONS.items()}
@@ -174,17 +175,8 @@ def _parts_fit(layer: nn.Module) -> bool:
     d = getattr(layer.self_attn, "head_dim", 0)
     if not d or any(linears[name].n % d for name in "qkv") or linears["k"].n != linears["v"].n:
         return False
-    epsilons = {_epsilon(parts[name]) for name in _NORMS if name in parts}
+    epsilons = {epsilon(parts[name]) for name in _NORMS if name in parts}
     return len(epsilons) == 1 and None not in epsilons
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(recurse=False), None) is not None
-
-
-def _epsilon(norm: Any) -> float | None:
-    found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    return found if isinstance(found, float) else None
 
 
 def _weights(layer: Any) -> tuple[list[Any], _Weights]:
@@ -202,5 +194,5 @@ def _weights(layer: Any) -> tuple[list[Any], _Weights]:
     struct.hidden, struct.inner = linears["q"].k, linears["gate"].n
     struct.d, struct.format = attention.head_dim, linears["q"].format
     struct.heads, struct.groups = linears["q"].n // struct.d, linears["k"].n // struct.d
-    struct.epsilon = _epsilon(layer.input_layernorm)
+    struct.epsilon = epsilon(layer.input_layernorm)
     return [linears, norms], struct

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from epd.models.kernels.build import Library
 from epd.models.kernels.dense import Starts
 from epd.models.kernels.linear import PackedLinear
+from epd.models.kernels.parts import epsilon, has_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ def _agree(layer: nn.Module, fused: FusedVisionLayer) -> bool:
 
 def _parts(layer: nn.Module) -> dict[str, Any] | None:
     """By role, or None if the layer is not of the kind that the kernel knows."""
-    found = {path: part for path, part in layer.named_modules() if _has_parameters(part)}
+    found = {path: part for path, part in layer.named_modules() if has_parameters(part)}
     parts: dict[str, Any] = {}
     for role, names in _NAMES.items():
         here = [found.pop(path) for path in names if path in found]
@@ -177,10 +178,6 @@ def _parts(layer: nn.Module) -> dict[str, Any] | None:
     known = _shapes_fit(layer, linears) and all(_norm_fits(parts[name]) for name in _NORMS)
     how = _activation(layer)
     return parts if known and how is not None and (how == _SILU or "gate" not in parts) else None
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(recurse=False), None) is not None
 
 
 def _shapes_fit(layer: nn.Module, linears: Mapping[str, PackedLinear]) -> bool:
@@ -199,12 +196,7 @@ def _norm_fits(norm: nn.Module) -> bool:
     tensors = list(norm.parameters())
     biased = isinstance(norm, nn.LayerNorm) and norm.bias is not None
     kinds = all(t.dtype is torch.bfloat16 and t.is_contiguous() for t in tensors)
-    return kinds and len(tensors) == 1 + biased and _epsilon(norm) is not None
-
-
-def _epsilon(norm: Any) -> float | None:
-    found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    return found if isinstance(found, float) else None
+    return kinds and len(tensors) == 1 + biased and epsilon(norm) is not None
 
 
 def _attention(layer: Any) -> Any:
@@ -219,7 +211,7 @@ def _scale(layer: nn.Module) -> float:
 
 def _activation(layer: Any) -> int | None:
     """Which of the kernel's it is, by its values."""
-    own = [child for child in layer.mlp.children() if not _has_parameters(child)]
+    own = [child for child in layer.mlp.children() if not has_parameters(child)]
     if len(own) != 1:
         return None
     x = torch.linspace(-9, 9, 361, dtype=torch.float64)
@@ -238,7 +230,7 @@ def _weights(layer: nn.Module, parts: Mapping[str, Any]) -> _Weights:
         bias = getattr(parts[role], "bias", None)
         setattr(struct, f"{role}_weight", parts[role].weight.data_ptr())
         setattr(struct, f"{role}_bias", None if bias is None else bias.data_ptr())
-        setattr(struct, f"{role}_epsilon", _epsilon(parts[role]))
+        setattr(struct, f"{role}_epsilon", epsilon(parts[role]))
     output = parts["o"].forward
     struct.heads = _attention(layer).num_heads
     struct.hidden, struct.d, struct.wide = output.n, output.k // struct.heads, parts["up"].forward.n
