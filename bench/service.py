@@ -129,12 +129,12 @@ def _stop(process: subprocess.Popen[str], say: Callable[[str], None]) -> None:
     if process.returncode != 0:
         raise ServiceFailure(f"epd serve ended with exit code {process.returncode}")
     time.sleep(0.5)  # helpers of the stages see their parent's end a moment later
-    if left := [member for member in family if _runs(member)]:
+    if left := [member for member in family if still_runs(member)]:
         raise ServiceFailure(f"processes left over: {left}")
 
 
-def _runs(process: psutil.Process) -> bool:
-    """Dead ones that only wait to be collected by init don't count."""
+def still_runs(process: psutil.Process) -> bool:
+    """False for one that is dead and only waits to be collected by init."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -149,5 +149,10 @@ def counter(metrics: str, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
+def encodes(cluster: Cluster) -> float:
+    """Pictures that went through the vision tower so far."""
+    return counter(cluster.worker("encode").metrics(), "epd_images_total")
+
+
 def parse(raw: bytes) -> Any:
     return json.loads(raw)

@@ -19,7 +19,7 @@ from epd.jobs import ImageItem
 from epd.kv.layout import KvLayout, LayerShape
 from epd.kv.prefix import BlockChain, root_hash
 from tests.cases import pictures
-from tests.cases.pictures import body, counter, data_url, file, noise, part, solid, text
+from tests.cases.pictures import body, counter, data_url, encodes, file, noise, part, solid, text
 from tests.cases.test_pressure import Leaver, at_once
 from tests.e2e.cluster import Cluster
 from tests.e2e.member import Reply, request
@@ -63,10 +63,6 @@ def flush(cluster: Cluster) -> None:
             for _ in range(40)
         ],
     )
-
-
-def encodes(cluster: Cluster) -> float:
-    return counter(cluster.worker("encode").metrics(), "epd_images_total")
 
 
 def same_prompt(cluster: Cluster, pictures: list[bytes]) -> list[Reply]:

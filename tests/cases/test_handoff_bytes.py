@@ -26,7 +26,7 @@ from protos.epd.v1 import common_pb2, decode_pb2, prefill_pb2
 from tests.cases.pictures import counter
 from tests.conftest import TinyCheckpoint
 from tests.e2e.stage_driver import Client, Planner, Request, greedy
-from tests.e2e.stage_house import about, decoding, given_back, prefilled
+from tests.e2e.stage_house import about, decoding, given_back, open_client, prefilled
 from tests.e2e.stage_processes import Stages
 from tests.tiny.reference import reference_generate
 from tests.waiting import LIMIT_S
@@ -70,11 +70,8 @@ def planner(checkpoint: Path) -> Planner:
 async def client(stages: Stages) -> AsyncIterator[Client]:
     """Afterwards nothing is held in any process, and all of them live."""
     pids = [process.process.pid for process in stages.processes.values()]
-    made = Client(stages)
-    yield made
-    await made.close()
-    left = await asyncio.to_thread(stages.idle)
-    assert not left, f"left over after the test: {left}"
+    async with open_client(stages) as made:
+        yield made
     assert all(process.process.poll() is None for process in stages.processes.values())
     assert pids == [process.process.pid for process in stages.processes.values()]
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.cases.pictures import body, counter, file, noise, solid, text
+from tests.cases.pictures import body, encodes, file, noise, solid, text
 from tests.cases.test_cache_keys import TWINS, jpeg
 from tests.e2e.cluster import Cluster
 from tests.e2e.http_client import post
@@ -89,10 +89,6 @@ async def ask(cluster: Cluster, key: str, data: bytes) -> tuple[Any, int]:
     choice, usage = answer["choices"][0], answer["usage"]
     said = choice["message"]["content"], choice["logprobs"]
     return said, usage["prompt_tokens_details"]["cached_tokens"]
-
-
-def encodes(cluster: Cluster) -> float:
-    return counter(cluster.worker("encode").metrics(), "epd_images_total")
 
 
 async def test_twins_never_meet_and_tenants_never_share(shared: Cluster) -> None:

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import psutil
 import trustme
 
+from bench.service import still_runs
 from tests.certificates import Identity
 from tests.chaos.wire import Wire
 from tests.e2e.cluster import DEMO_CHECKPOINT, GATEWAY, MUST_BE_ZERO, STAGES, Cluster
-from tests.e2e.member import Worker, request, still_runs
+from tests.e2e.member import Worker, request
 from tests.netns import Network, Node, Unavailable
 from tests.ports import free_ports
 from tests.waiting import LIMIT_S

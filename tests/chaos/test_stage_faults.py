@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from PIL import Image
 
 from tests.conftest import TinyCheckpoint
 from tests.e2e.stage_driver import Client, Planner, Request, StageFailed
+from tests.e2e.stage_house import open_client
 from tests.e2e.stage_processes import Stages
 from tests.tiny.reference import reference_generate
 
@@ -60,11 +60,8 @@ def stages(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 async def client(stages: Stages) -> AsyncIterator[Client]:
-    made = Client(stages)
-    yield made
-    await made.close()
-    left = await asyncio.to_thread(stages.idle)
-    assert not left, f"left over after the test: {left}"
+    async with open_client(stages) as made:
+        yield made
 
 
 async def test_wrong_bytes_and_failed_reads_end_in_typed_errors_never_in_an_answer(

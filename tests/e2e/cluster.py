@@ -19,8 +19,9 @@ from typing import Any
 
 import psutil
 
+from bench.service import still_runs
 from tests.e2e.forks import ROOT
-from tests.e2e.member import Reply, Worker, ends, request, still_runs
+from tests.e2e.member import Reply, Worker, ends, request
 from tests.netns import LAN, Node
 from tests.ports import free_ports
 from tests.waiting import LIMIT_S

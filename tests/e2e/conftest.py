@@ -6,14 +6,14 @@ import base64
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
-from tests.e2e.cluster import ROOT, Cluster
+from tests.e2e.cluster import GATEWAY, ROOT, STAGES, Cluster
 from tests.e2e.gateway_house import empty, house, loaded  # noqa: F401 (fixtures)
 from tests.e2e.stage_house import (  # noqa: F401 (fixtures)
     checkpoint,
@@ -21,8 +21,12 @@ from tests.e2e.stage_house import (  # noqa: F401 (fixtures)
     stage_client,
     stages,
 )
+from tests.netns import LAN, Network, Node, open_network
+from tests.unit.pictures import chunk
 
 MakeCluster = Callable[..., Cluster]
+DATA = "data"
+"""The switch that Mooncake goes over, where processes have network namespaces."""
 PICTURES = ROOT / "demo" / "pictures"
 
 
@@ -49,12 +53,6 @@ def user(*parts: str | bytes) -> dict[str, Any]:
 
 def grey_png(width: int, height: int, shade: int = 128) -> bytes:
     """A grey picture, and with huge sizes a header that nobody should decode."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     rows = b"" if width * height > 1 << 24 else (b"\0" + bytes([shade]) * width) * height
     return (
@@ -97,6 +95,17 @@ def make_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeClust
         except AssertionError as error:
             faults.append(str(error))
     assert not faults, faults
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    with open_network((LAN, DATA)) as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def nodes(network: Network) -> Mapping[str, Node]:
+    return {role: network.node(role) for role in (GATEWAY, *STAGES)}
 
 
 @pytest.fixture(scope="session")

@@ -208,3 +208,17 @@ def body(*, images: int = 0, **fields: Any) -> dict[str, Any]:
 
 def raw(**fields: Any) -> bytes:
     return json.dumps(body(**fields)).encode()
+
+
+def text_of(events: list[Any]) -> str:
+    """What a stream of a chat said."""
+    return "".join(
+        event["choices"][0]["delta"].get("content", "")
+        for event in events
+        if event != "[DONE]" and event.get("choices")
+    )
+
+
+def before(journal: list[str], first: str, second: str) -> bool:
+    """Whether two things happened in this order."""
+    return journal.index(first) < journal.index(second)

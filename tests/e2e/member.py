@@ -17,8 +17,6 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
-import psutil
-
 from epd.child import READY_PREFIX, command_line
 from epd.forkserver import Process
 from epd.lifetime import expect_parent
@@ -41,6 +39,12 @@ class Reply:
     @property
     def json(self) -> Any:
         return json.loads(self.body)
+
+    @property
+    def text(self) -> str:
+        """What the model said in a chat."""
+        assert self.status == 200, (self.status, self.body[:300])
+        return str(self.json["choices"][0]["message"]["content"])
 
     @property
     def error(self) -> dict[str, Any]:
@@ -196,12 +200,4 @@ def ends(member: Worker, limit_s: float = LIMIT_S) -> bool:
     except subprocess.TimeoutExpired:
         os.killpg(member.pid, signal.SIGKILL)
         member.process.wait()
-        return False
-
-
-def still_runs(process: psutil.Process) -> bool:
-    """False for one that is dead and only waits to be collected by init."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,13 +67,20 @@ def planner(checkpoint: Path) -> Planner:
     return Planner(checkpoint)
 
 
-@pytest.fixture
-async def stage_client(stages: Stages) -> AsyncIterator[Client]:
+@asynccontextmanager
+async def open_client(stages: Stages) -> AsyncIterator[Client]:
+    """Afterwards nothing is held in any process."""
     made = Client(stages)
     yield made
     await made.close()
     left = await asyncio.to_thread(stages.idle)
     assert not left, f"left over after the test: {left}"
+
+
+@pytest.fixture
+async def stage_client(stages: Stages) -> AsyncIterator[Client]:
+    async with open_client(stages) as client:
+        yield client
 
 
 async def drain(call: Any) -> None:

@@ -14,26 +14,14 @@ from contextlib import contextmanager
 import pytest
 
 from tests.e2e.cluster import GATEWAY, STAGES, Cluster
-from tests.e2e.conftest import MakeCluster, grey_png, user
+from tests.e2e.conftest import DATA, MakeCluster, grey_png, user
 from tests.e2e.member import Reply
-from tests.netns import LAN, Link, Network, Node, open_network
+from tests.netns import LAN, Link, Network, Node
 from tests.waiting import promised
 
 pytestmark = pytest.mark.timeout(400)
 
 WITHIN_S = 8.0
-DATA = "data"
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    with open_network([LAN, DATA]) as network:
-        yield network
-
-
-@pytest.fixture(scope="module")
-def nodes(network: Network) -> Mapping[str, Node]:
-    return {role: network.node(role) for role in (GATEWAY, *STAGES)}
 
 
 @pytest.fixture(scope="module")

@@ -35,11 +35,6 @@ def ask(cluster: Cluster, shade: int) -> Reply:
     return cluster.chat({**body, "max_tokens": 6, "ignore_eos": True})
 
 
-def text(reply: Reply) -> str:
-    assert reply.status == 200, reply
-    return str(reply.json["choices"][0]["message"]["content"])
-
-
 def failures(cluster: Cluster, stage: str) -> dict[str, float]:
     """epd_transfer_failures_total of one stage, by reason."""
     page = cluster.worker(stage).metrics()
@@ -51,7 +46,7 @@ def failures(cluster: Cluster, stage: str) -> dict[str, float]:
 def test_what_a_reader_meets(cluster: Cluster, stage: str) -> None:
     """Passage by passage: 1 refused, 2 never ends, 3 fails, 4 has a byte flipped, 5 is slow."""
     shade = next(_shades)
-    right = text(ask(cluster, shade))
+    right = ask(cluster, shade).text
     spec = "transfer.refuse:1/100,transfer.drop:1/100,transfer.fail:1/100"
     faulty(cluster, stage, f"{spec},transfer.flip:1/100,transfer.delay=0.2")
     try:
@@ -63,12 +58,12 @@ def test_what_a_reader_meets(cluster: Cluster, stage: str) -> None:
         assert (reply.status, reply.error["code"]) == (500, "checksum_mismatch"), reply
         assert failures(cluster, stage).keys() >= {"transfer_failed", "timeout", "checksum"}
         reply = ask(cluster, shade)
-        assert text(reply) == right
+        assert reply.text == right
         assert reply.seconds > 0.2, "the delay"
         cluster.assert_clean()
     finally:
         faulty(cluster, stage, "")
-    assert text(ask(cluster, shade)) == right
+    assert ask(cluster, shade).text == right
 
 
 READERS = {"encode": "prefill", "prefill": "decode"}
@@ -89,7 +84,7 @@ def test_what_an_owner_announces(cluster: Cluster, stage: str, point: str) -> No
     times, status, code = ANNOUNCED[point]
     reader = READERS[stage]
     shade = next(_shades)
-    right = text(ask(cluster, shade))
+    right = ask(cluster, shade).text
     faulty(cluster, stage, f"{point}:{times}/100")
     if stage == "encode":
         faulty(cluster, reader, "")  # it would still have the rows
@@ -99,11 +94,11 @@ def test_what_an_owner_announces(cluster: Cluster, stage: str, point: str) -> No
         assert (reply.status, reply.error["code"]) == (status, code), reply
         assert errors(cluster, reader) == before + times
         # Nobody is given the damaged bytes again, out of no cache.
-        assert text(ask(cluster, shade)) == right
+        assert ask(cluster, shade).text == right
         cluster.assert_clean()
     finally:
         faulty(cluster, stage, "")
-    assert text(ask(cluster, shade)) == right
+    assert ask(cluster, shade).text == right
 
 
 def errors(cluster: Cluster, stage: str) -> int:

@@ -10,14 +10,9 @@ import pytest
 
 from gateway.main import Loaded
 from tests.e2e.fake_stages import Call, hang
-from tests.e2e.gateway_house import CHAT, House, opened, raw
+from tests.e2e.gateway_house import CHAT, House, before, opened, raw
 from tests.e2e.http_client import Connection
 from tests.waiting import LIMIT_S, soon, until
-
-
-def before(journal: list[str], first: str, second: str) -> bool:
-    return journal.index(first) < journal.index(second)
-
 
 # --- cancelling --------------------------------------------------------------------------
 

@@ -11,16 +11,8 @@ from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from gateway import pipeline
 from tests.e2e.fake_stages import Call, fail, hang
-from tests.e2e.gateway_house import House
+from tests.e2e.gateway_house import House, text_of
 from tests.waiting import LIMIT_S, until
-
-
-def text_of(events: list[Any]) -> str:
-    return "".join(
-        event["choices"][0]["delta"].get("content", "")
-        for event in events
-        if event != "[DONE]" and event.get("choices")
-    )
 
 
 async def test_a_dead_encoders_image_goes_to_another(house: House) -> None:

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from epd.jobs import Stage
 from tests.e2e.fake_stages import Call
-from tests.e2e.gateway_house import CHAT, House, raw
+from tests.e2e.gateway_house import CHAT, House, before, raw, text_of
 from tests.e2e.http_client import Connection
 from tests.waiting import a_moment, until
-
-
-def text_of(events: list[Any]) -> str:
-    return "".join(
-        event["choices"][0]["delta"].get("content", "")
-        for event in events
-        if event != "[DONE]" and event.get("choices")
-    )
-
-
-def before(journal: list[str], first: str, second: str) -> bool:
-    return journal.index(first) < journal.index(second)
-
 
 # --- the sequence ------------------------------------------------------------------------
 

@@ -20,9 +20,10 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.service import still_runs
 from tests.certificates import Identity
 from tests.e2e.cluster import DEMO_CHECKPOINT, ROOT
-from tests.e2e.member import request, still_runs
+from tests.e2e.member import request
 from tests.waiting import LIMIT_S
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.cluster import STAGES, Cluster
 from tests.e2e.conftest import grey_png, user
-from tests.e2e.member import Reply, Worker, request
+from tests.e2e.member import Worker, request
 from tests.waiting import block_until
 
 STALL_S, WEDGED_S = 1.0, 3.0
@@ -19,11 +19,6 @@ STALL_S, WEDGED_S = 1.0, 3.0
 def question(shade: int) -> dict[str, Any]:
     message = user(f"{shade}", grey_png(96, 96, 40 * shade), "Describe it.")
     return {"messages": [message], "temperature": 0, "max_tokens": 8, "ignore_eos": True}
-
-
-def text(reply: Reply) -> str:
-    assert reply.status == 200, reply
-    return str(reply.json["choices"][0]["message"]["content"])
 
 
 def not_serving(worker: Worker) -> bool:
@@ -46,14 +41,14 @@ def test_a_wedged_worker_is_not_serving_and_makes_way(tmp_path: Path, stage: str
             # As many as it takes until both workers have one.
             asked = [pool.submit(cluster.chat, body) for body in bodies]
             block_until(lambda: not wedged.alive or not_serving(wedged))
-            found = [text(future.result()) for future in asked]
+            found = [future.result().text for future in asked]
         assert wedged.finish() == 1
         log = wedged.log.read_text()
         assert " waits for " in log
         assert "giving up" in log
         wedged.environ["EPD_FAULTS"] = ""
         cluster.restart(stage)
-        assert [text(cluster.chat(body)) for body in bodies] == found
+        assert [cluster.chat(body).text for body in bodies] == found
         cluster.assert_clean()
     finally:
         cluster.close()

@@ -43,7 +43,7 @@ def as_held(upright: Image.Image, orientation: int) -> tuple[Image.Image, Image.
     return upright if turn is None else upright.transpose(turn), exif
 
 
-def chunk(kind: bytes, content: bytes) -> bytes:
+def chunk(kind: bytes, content: bytes = b"") -> bytes:
     """One chunk of a PNG file."""
     checksum = zlib.crc32(kind + content)
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)

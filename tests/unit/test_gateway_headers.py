@@ -16,6 +16,7 @@ from epd import images
 from epd.config import Config, LimitsConfig
 from epd.errors import EpdError
 from gateway.headers import HeaderReader, is_plain
+from tests.unit.pictures import chunk
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -24,10 +25,6 @@ def file(kind: str, size: tuple[int, int] = (40, 30), **options: object) -> byte
     out = io.BytesIO()
     Image.new("RGB", size, "red").save(out, kind, **options)
     return out.getvalue()
-
-
-def chunk(kind: bytes, data: bytes = b"") -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 def png_with(*chunks: bytes) -> bytes:

@@ -17,11 +17,11 @@ from epd.handoff import kv_contract
 from epd.kv.pool import KvPool
 from epd.models.kernels import build
 from epd.models.kernels.layer import FusedLayer
-from epd.models.kernels.linear import Int8Kernel, PackedLinear, pack_linears
-from epd.models.kernels.memory import huge_pages
+from epd.models.kernels.linear import Int8Kernel, pack_linears
 from epd.models.lm import ForwardBatch, LanguageModel, SequenceSlice
 from epd.models.quantize import GROUP, Int8Linear, dequantize, quantize, quantize_linears
 from tests.tiny import FAMILIES
+from tests.unit.kernel_layers import packed_linear
 from tests.unit.lm_batches import logits_of
 
 SHAPES = [(64, 128), (896, 96), (33, 7), (1, 1), (50, 33), (257, 131)]
@@ -33,12 +33,6 @@ def kernel(request: pytest.FixtureRequest) -> Int8Kernel:
     if library is None:
         pytest.skip("no kernels on this machine")
     return Int8Kernel(library, threads=request.param)
-
-
-def _packed(kernel: Int8Kernel, linear: nn.Linear) -> PackedLinear:
-    packed = huge_pages(kernel.packed_bytes(linear.weight))
-    kernel.pack(linear.weight.detach(), packed)
-    return PackedLinear(kernel, (linear.out_features, linear.in_features), linear.bias, packed)
 
 
 def _linear(k: int, n: int, bias: bool = True) -> nn.Linear:
@@ -77,7 +71,7 @@ def test_kernel_rounds_the_product_of_the_rounded_weights_once(
     linear = _linear(*shape, bias)
     x = torch.randn(31, shape[0], generator=torch.Generator().manual_seed(1)).bfloat16()
     true = _true(linear, x)
-    error = (_packed(kernel, linear)(x).double() - true).abs()
+    error = (packed_linear(kernel, linear)(x).double() - true).abs()
     assert (error <= true.abs() * 2.0**-8 + 2e-4).all()
     plain = F.linear(x.double(), linear.weight.double())
     lost = F.linear(x.double(), linear.weight.double() - dequantize(*quantize(linear.weight)))
@@ -103,13 +97,13 @@ def test_large_and_small_activations_side_by_side(kernel: Int8Kernel) -> None:
     true = _true(linear, x)
     unit = x.abs().amax(1, keepdim=True).double() * 2.0**-15
     weight = dequantize(*quantize(linear.weight)).double().abs().sum(1)
-    error = (_packed(kernel, linear)(x).double() - true).abs()
+    error = (packed_linear(kernel, linear)(x).double() - true).abs()
     assert (error <= true.abs() * 2.0**-8 + unit * weight).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bits_of_a_row_depend_on_that_row_only(kernel: Int8Kernel, shape: tuple[int, int]) -> None:
-    run = _packed(kernel, _linear(*shape))
+    run = packed_linear(kernel, _linear(*shape))
     x = torch.randn(100, shape[0]).bfloat16()
     whole = run(x)
     for rows in range(1, 30):
@@ -119,7 +113,7 @@ def test_bits_of_a_row_depend_on_that_row_only(kernel: Int8Kernel, shape: tuple[
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_numbers_that_are_not_finite_stay_visible(kernel: Int8Kernel, bad: float) -> None:
-    run = _packed(kernel, _linear(200, 40))
+    run = packed_linear(kernel, _linear(200, 40))
     x = torch.randn(20, 200).bfloat16()
     whole = run(x)
     x[7, 150] = bad

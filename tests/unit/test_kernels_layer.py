@@ -19,6 +19,7 @@ from epd.models.kernels.layer import FusedLayer, fuse_layers
 from epd.models.kernels.linear import LinearKernel, pack_linears
 from epd.models.lm import LanguageModel
 from tests.tiny import FAMILIES
+from tests.unit.kernel_layers import another_part, another_residual
 from tests.unit.lm_batches import logits_of, two_sequences
 
 LIBRARY = build.load()
@@ -72,22 +73,13 @@ def _one_plus_weight(layer: Any) -> None:
     norm.forward = lambda x: original(x) + x.float().div(x.float().norm()).bfloat16()
 
 
-def _another_residual(layer: Any) -> None:
-    original = layer.mlp.forward
-    layer.mlp.forward = lambda x: original(x) * 0.9
-
-
-def _another_part(layer: Any) -> None:
-    layer.extra_norm = nn.LayerNorm(4)
-
-
 def _softcap(layer: Any) -> None:
     original = layer.self_attn.forward
     layer.self_attn.forward = lambda *args, **options: original(*args, **options, softcap=30.0)
 
 
 @pytest.mark.parametrize(
-    "change", [_gelu, _one_plus_weight, _another_residual, _another_part, _softcap]
+    "change", [_gelu, _one_plus_weight, another_residual, another_part, _softcap]
 )
 def test_a_layer_that_computes_something_else_keeps_its_own_forward(
     change: Callable[[Any], None], tiny_checkpoint: Callable[..., Path]

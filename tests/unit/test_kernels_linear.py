@@ -9,7 +9,7 @@ from torch import nn
 
 from epd.models.kernels import build
 from epd.models.kernels.linear import LinearKernel, PackedLinear, pack_linears
-from epd.models.kernels.memory import huge_pages
+from tests.unit.kernel_layers import packed_linear
 
 SHAPES = [(64, 128), (896, 96), (33, 7), (1, 1), (50, 33), (256, 31)]
 
@@ -22,12 +22,6 @@ def kernel(request: pytest.FixtureRequest) -> LinearKernel:
     return LinearKernel(library, threads=request.param)
 
 
-def _packed(kernel: LinearKernel, linear: nn.Linear) -> PackedLinear:
-    packed = huge_pages(kernel.packed_bytes(linear.weight))
-    kernel.pack(linear.weight.detach(), packed)
-    return PackedLinear(kernel, (linear.out_features, linear.in_features), linear.bias, packed)
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rounds_the_true_product_once(
@@ -37,7 +31,7 @@ def test_rounds_the_true_product_once(
     linear = nn.Linear(*shape, bias=bias, dtype=torch.bfloat16)
     x = torch.randn(31, shape[0], generator=generator).bfloat16()
     true = F.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
-    error = (_packed(kernel, linear)(x).double() - true).abs()
+    error = (packed_linear(kernel, linear)(x).double() - true).abs()
     # Half a unit of bfloat16, and what single precision loses in the sum.
     assert (error <= true.abs() * 2.0**-8 + 1e-4).all()
 
@@ -47,7 +41,7 @@ def test_bits_of_a_row_depend_on_that_row_only(
     kernel: LinearKernel, shape: tuple[int, int]
 ) -> None:
     linear = nn.Linear(*shape, dtype=torch.bfloat16)
-    run = _packed(kernel, linear)
+    run = packed_linear(kernel, linear)
     x = torch.randn(100, shape[0]).bfloat16()
     whole = run(x)
     for rows in range(1, 30):
@@ -60,7 +54,7 @@ def test_bits_of_a_row_depend_on_that_row_only(
 
 def test_any_layout_of_rows(kernel: LinearKernel) -> None:
     linear = nn.Linear(64, 32, dtype=torch.bfloat16)
-    run = _packed(kernel, linear)
+    run = packed_linear(kernel, linear)
     x = torch.randn(6, 5, 64).bfloat16()
     whole = run(x)
     assert whole.shape == (6, 5, 32)

@@ -23,6 +23,7 @@ from epd.models.kernels.patches import PackedPatches, pack_patches
 from epd.models.kernels.vision import FusedVisionLayer, fuse_vision_layers
 from epd.models.processor import PreparedImage, Processor
 from tests.tiny import FAMILIES
+from tests.unit.kernel_layers import another_part, another_residual
 
 LIBRARY = build.load()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="no kernels on this machine")
@@ -219,17 +220,8 @@ def _erf_gelu(layer: Any) -> None:
     setattr(layer.mlp, name, nn.GELU())
 
 
-def _another_part(layer: Any) -> None:
-    layer.extra_norm = nn.LayerNorm(4)
-
-
-def _another_residual(layer: Any) -> None:
-    original = layer.mlp.forward
-    layer.mlp.forward = lambda x: original(x) * 0.9
-
-
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "smolvlm"])
-@pytest.mark.parametrize("change", [_relu, _erf_gelu, _another_part, _another_residual])
+@pytest.mark.parametrize("change", [_relu, _erf_gelu, another_part, another_residual])
 def test_a_layer_that_computes_something_else_keeps_its_own_forward(
     family: str, change: Callable[[Any], None], tiny_checkpoint: Callable[..., Path]
 ) -> None:
