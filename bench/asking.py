@@ -24,7 +24,7 @@ Message = dict[str, Any]
 _TIMEOUT_S = 600.0
 # Ids of a random model may be halves of characters, which make no text; logprobs come with
 # every token.
-_EXTRA = {"ignore_eos": True, "timeline": True, "logprobs": True}
+EXTRA = {"ignore_eos": True, "timeline": True, "logprobs": True}
 
 
 class Asker:
@@ -55,7 +55,7 @@ class Asker:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        body = orjson.dumps({**request, **_EXTRA})
+        body = orjson.dumps({**request, **EXTRA})
         now = asyncio.get_running_loop().time()
         record = Record(target.name, "concurrency 1", 0, 0, kind, tokens, 0, scheduled=now)
         await send(target.transport, body, record, _TIMEOUT_S)

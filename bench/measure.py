@@ -20,6 +20,7 @@ from pathlib import Path
 
 import orjson
 
+from bench.asking import EXTRA
 from bench.footprint import memory
 from bench.service import Service, end_on_sigterm, epd_service
 from epd.bench.campaign import connect
@@ -30,9 +31,6 @@ from epd.bench.report import markdown
 from epd.bench.workload import UNLOADED, Template
 
 Kinds = Mapping[str, Template]
-# Ids of a random model may be halves of characters, which make no text; logprobs come with
-# every token.
-_EXTRA = {"ignore_eos": True, "timeline": True, "logprobs": True}
 
 
 def kinds(options: argparse.Namespace) -> Kinds:
@@ -55,7 +53,7 @@ async def measure(target: Target, wanted: Kinds, rounds: int, seed: int) -> dict
     for number in range(rounds + 1):
         for place, (kind, template) in enumerate(wanted.items()):
             shapes = template.shapes(1, random.Random(seed))
-            workload = Workload(shapes, extra=_EXTRA, seed=seed * 10 + place)
+            workload = Workload(shapes, extra=EXTRA, seed=seed * 10 + place)
             done = await run_round(target, UNLOADED, number, workload, Limits())
             (record,) = done.records
             if not record.ok:
