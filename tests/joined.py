@@ -16,9 +16,7 @@ from PIL import Image
 
 from epd.config import LimitsConfig
 from epd.errors import EpdError
-from epd.jobs import FinishReason, ImageItem, SamplingParams
-from epd.models.encoder import VisionEncoder
-from epd.models.processor import Processor
+from epd.jobs import FinishReason, SamplingParams
 from epd.sampling.grammar import Grammars
 from epd.sampling.sampler import Sampler
 from epd.sampling.state import SamplerState
@@ -29,7 +27,7 @@ from epd.text.vocabulary import Vocabulary
 from gateway.grpc_request import chat_call
 from gateway.schema import ChatCall
 from protos.epd.v1 import gateway_pb2 as pb
-from tests.parity.split import Request, Worker
+from tests.parity.split import Encoding, Request, Worker
 
 
 @dataclass
@@ -47,9 +45,8 @@ class Joined:
     """A checkpoint in one piece."""
 
     def __init__(self, path: Path, *, dtype: str, exact: bool) -> None:
-        self._processor = Processor.load(path)
-        self._prompts = PromptBuilder.of(self._processor)
-        self._encoder = VisionEncoder.load(path, dtype, exact=exact)
+        self._encoding = Encoding(path, dtype, exact=exact)
+        self._prompts = PromptBuilder.of(self._encoding.processor)
         self._worker = Worker(path, dtype=dtype, exact=exact)
         self._spec = self._worker.lm.spec
         self._sampler = Sampler(self._spec.vocab_size)
@@ -73,7 +70,7 @@ class Joined:
             eos_token_ids=self._spec.eos_token_ids,
         )
         running = self._begin(call, images)
-        tokenizer = self._processor.tokenizer.backend_tokenizer
+        tokenizer = self._encoding.processor.tokenizer.backend_tokenizer
         text = OutputText(tokenizer, Vocabulary(tokenizer), asked.stop, params.ending_ids)
         pieces: list[Piece] = []
         reason = None
@@ -108,14 +105,4 @@ class Joined:
     def _begin(self, call: ChatCall, images: Sequence[Image.Image]) -> Request:
         sizes = [ImageSize(*image.size) for image in images]
         plan = self._prompts.build(call.conversation.messages, sizes)
-        prepared = [self._processor.prepare(image, len(images)) for image in images]
-        items = [
-            ImageItem(i, bytes([i]) * 32, p.rows, p.grid, *image.size, len(images))
-            for i, (p, image) in enumerate(zip(prepared, images, strict=True))
-        ]
-        rows = torch.cat(self._encoder.encode(prepared), 1) if images else None
-        running = Request(list(plan.token_ids), items, rows, [])
-        running.positions, running.delta = self._worker.lm.positions(
-            torch.tensor(running.prompt_ids), items, len(running.prompt_ids)
-        )
-        return running
+        return self._encoding.request(self._worker.lm, list(plan.token_ids), images, [])

@@ -42,8 +42,8 @@ class Request:
     prompt_ids: list[int]
     items: list[ImageItem]
     rows: Tensor | None
-    forced_ids: list[int]
     """[planes, R, hidden] of all its images in placeholder order."""
+    forced_ids: list[int]
     logits: list[Tensor] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
@@ -113,6 +113,34 @@ class Worker:
         self.allocator.check_integrity()
 
 
+class Encoding:
+    """Processor and vision tower: an encode process without RPC."""
+
+    def __init__(self, path: Path, dtype: str, device: str = "cpu", *, exact: bool) -> None:
+        self.processor = Processor.load(path)
+        self._encoder = VisionEncoder.load(path, dtype, device, exact=exact)
+
+    def request(
+        self,
+        lm: LanguageModel,
+        prompt_ids: list[int],
+        images: Sequence[Image.Image],
+        forced_ids: list[int],
+    ) -> Request:
+        """With all that `lm` needs for it: its images are encoded."""
+        prepared = [self.processor.prepare(image, len(images)) for image in images]
+        items = [
+            ImageItem(i, bytes([i]) * 32, p.rows, p.grid, *image.size, len(images))
+            for i, (p, image) in enumerate(zip(prepared, images, strict=True))
+        ]
+        rows = torch.cat(self._encoder.encode(prepared), 1) if images else None
+        request = Request(prompt_ids, items, rows, forced_ids)
+        request.positions, request.delta = lm.positions(
+            torch.tensor(request.token_ids), items, len(prompt_ids)
+        )
+        return request
+
+
 class Split:
     """A checkpoint in three parts."""
 
@@ -125,8 +153,7 @@ class Split:
         kernels: Literal["auto", "off"] = "auto",
         device: str = "cpu",
     ) -> None:
-        self.processor = Processor.load(path)
-        self.encoder = VisionEncoder.load(path, dtype, device, exact=exact)
+        self.encoding = Encoding(path, dtype, device, exact=exact)
         self.prefill, self.decode = (
             Worker(path, dtype=dtype, exact=exact, kernels=kernels, device=device) for _ in "pd"
         )
@@ -135,17 +162,7 @@ class Split:
     def request(
         self, prompt_ids: list[int], images: Sequence[Image.Image], forced_ids: list[int]
     ) -> Request:
-        prepared = [self.processor.prepare(image, len(images)) for image in images]
-        items = [
-            ImageItem(i, bytes([i]) * 32, p.rows, p.grid, *image.size, len(images))
-            for i, (p, image) in enumerate(zip(prepared, images, strict=True))
-        ]
-        rows = torch.cat(self.encoder.encode(prepared), 1) if images else None
-        request = Request(prompt_ids, items, rows, forced_ids)
-        request.positions, request.delta = self.prefill.lm.positions(
-            torch.tensor(request.token_ids), items, len(prompt_ids)
-        )
-        return request
+        return self.encoding.request(self.prefill.lm, prompt_ids, images, forced_ids)
 
     def run_prefill(self, requests: Sequence[Request], chunk: int) -> None:
         """Prompts in chunks, all requests in every forward; keeps the last row's logits."""

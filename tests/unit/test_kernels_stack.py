@@ -14,10 +14,9 @@ from epd.models.kernels import build
 from epd.models.kernels.stack import Stack, stack_layers
 from epd.models.lm import ForwardBatch, LanguageModel, SequenceSlice
 from tests.tiny import FAMILIES
+from tests.unit.lm_batches import CACHED, TABLES, filled_pool
 
 pytestmark = pytest.mark.skipif(build.load() is None, reason="no kernels on this machine")
-TABLES = ([0, 1], [2], [3, 4, 5])
-CACHED = (40, 9, 70)
 
 
 @pytest.fixture
@@ -34,18 +33,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def _fill(lm: LanguageModel, pool: KvPool) -> None:
-    """Prompts, computed in chunks too large for a stack."""
-    for table, cached in zip(TABLES, CACHED, strict=True):
-        ids = torch.randint(10, 200, (cached,), generator=torch.Generator().manual_seed(cached))
-        positions, sequence = lm.continuation(0, cached, 0), SequenceSlice(cached, cached, table)
-        lm.forward(ForwardBatch(ids, positions, [sequence], []), pool)
-
-
 def _decoded(lm: LanguageModel, select: list[int]) -> tuple[torch.Tensor, KvPool]:
     """Three sequences, the second with two new tokens."""
-    pool = KvPool(lm.kv_layout, 6)
-    _fill(lm, pool)
+    pool = filled_pool(lm)
     news = (1, 2, 1)
     parts = [lm.continuation(cached, n, 0) for cached, n in zip(CACHED, news, strict=True)]
     sequences = [

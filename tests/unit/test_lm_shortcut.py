@@ -10,13 +10,12 @@ import torch
 
 from epd.kv.pool import KvPool
 from epd.models.kernels import build
-from epd.models.lm import Decoded, DecodeRow, ForwardBatch, LanguageModel, SequenceSlice
+from epd.models.lm import Decoded, DecodeRow, LanguageModel
 from epd.models.shortcut import Shortcut
 from tests.tiny import FAMILIES
+from tests.unit.lm_batches import CACHED, TABLES, filled_pool
 
 pytestmark = pytest.mark.skipif(build.load() is None, reason="no kernels on this machine")
-TABLES = ([0, 1], [2], [3, 4, 5])
-CACHED = (40, 9, 70)
 
 
 @pytest.fixture
@@ -35,15 +34,6 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def _filled(lm: LanguageModel) -> KvPool:
-    pool = KvPool(lm.kv_layout, 6)
-    for table, cached in zip(TABLES, CACHED, strict=True):
-        ids = torch.randint(10, 200, (cached,), generator=torch.Generator().manual_seed(cached))
-        positions, sequence = lm.continuation(0, cached, 0), SequenceSlice(cached, cached, table)
-        lm.forward(ForwardBatch(ids, positions, [sequence], []), pool)
-    return pool
-
-
 def _rows(lm: LanguageModel, ids: tuple[int, ...] = (50, 60, 70)) -> list[DecodeRow]:
     delta = 5 if lm.continuation(0, 1, 5).shape[0] > 1 else 0
     return [
@@ -58,7 +48,7 @@ def test_the_same_bits_as_by_the_models_forward(
     family: str, exact: bool, tiny_checkpoint: Callable[..., Path], taken: list[int]
 ) -> None:
     lm = LanguageModel.load(tiny_checkpoint(family, "bfloat16"), exact=exact)
-    pools, rows = (_filled(lm), _filled(lm)), _rows(lm)
+    pools, rows = (filled_pool(lm), filled_pool(lm)), _rows(lm)
     taken.clear()
     begun: list[int] = []
     found, best = lm.decode(rows, pools[0], lambda: begun.append(1))
@@ -78,7 +68,7 @@ def test_a_placeholder_that_was_generated_goes_by_the_models_forward(
     taken.clear()
     begun: list[int] = []
     rows = _rows(lm, (50, lm.spec.image_token_id, 70))
-    assert lm.decode(rows, _filled(lm), lambda: begun.append(1)).logits.isfinite().all()
+    assert lm.decode(rows, filled_pool(lm), lambda: begun.append(1)).logits.isfinite().all()
     assert not taken
     assert begun == [1]
 
@@ -95,7 +85,7 @@ def test_a_model_that_does_more_keeps_its_own_forward(
     monkeypatch.setattr(LanguageModel, "_run", scaled)
     lm = LanguageModel.load(tiny_checkpoint("qwen2_vl", "bfloat16"))
     taken.clear()
-    assert lm.decode(_rows(lm), _filled(lm)).best is None
+    assert lm.decode(_rows(lm), filled_pool(lm)).best is None
     assert not taken
 
 
@@ -127,7 +117,7 @@ def test_a_position_that_the_model_has_not_goes_by_its_forward(
 
 def test_int8_weights_too(tiny_checkpoint: Callable[..., Path], taken: list[int]) -> None:
     lm = LanguageModel.load(tiny_checkpoint("qwen2_vl", "bfloat16"), quantize="int8")
-    pools, rows = (_filled(lm), _filled(lm)), _rows(lm)
+    pools, rows = (filled_pool(lm), filled_pool(lm)), _rows(lm)
     taken.clear()
     found = lm.decode(rows, pools[0]).logits.float()
     assert taken == [3]
@@ -139,5 +129,5 @@ def test_a_step_is_reported(tiny_checkpoint: Callable[..., Path]) -> None:
     lm = LanguageModel.load(tiny_checkpoint("qwen2_vl", "bfloat16"))
     parts: list[int] = []
     lm.report_layers(lambda: parts.append(1))
-    lm.decode(_rows(lm), _filled(lm))
+    lm.decode(_rows(lm), filled_pool(lm))
     assert parts

@@ -25,7 +25,7 @@ from epd.models.batch import SequenceSlice
 from epd.models.kernels.attention import AttentionKernel
 from epd.models.kernels.build import Library
 from epd.models.kernels.linear import PackedLinear
-from epd.models.kernels.parts import epsilon, has_parameters
+from epd.models.kernels.parts import epsilon_of, has_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def _parts_fit(layer: nn.Module) -> bool:
     d = getattr(layer.self_attn, "head_dim", 0)
     if not d or any(linears[name].n % d for name in "qkv") or linears["k"].n != linears["v"].n:
         return False
-    epsilons = {epsilon(parts[name]) for name in _NORMS if name in parts}
+    epsilons = {epsilon_of(parts[name]) for name in _NORMS if name in parts}
     return len(epsilons) == 1 and None not in epsilons
 
 
@@ -194,5 +194,5 @@ def _weights(layer: Any) -> tuple[list[Any], _Weights]:
     struct.hidden, struct.inner = linears["q"].k, linears["gate"].n
     struct.d, struct.format = attention.head_dim, linears["q"].format
     struct.heads, struct.groups = linears["q"].n // struct.d, linears["k"].n // struct.d
-    struct.epsilon = epsilon(layer.input_layernorm)
+    struct.epsilon = epsilon_of(layer.input_layernorm)
     return [linears, norms], struct

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from epd.models.kernels.build import Library
+from epd.models.kernels.parts import epsilon_of
 
 logger = logging.getLogger(__name__)
 _TOLERANCE: Final = 0.01
@@ -43,9 +44,9 @@ def fuse_norm(decoder: nn.Module, library: Library, threads: int) -> FusedNorm |
     """Let a decoder's last norm run on the kernel if it is an RMSNorm: by its parts, and by
     what it makes of random rows."""
     norm: Any = getattr(decoder, "norm", None)
-    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    epsilon = epsilon_of(norm)
     parts = list(norm.named_parameters()) if isinstance(norm, nn.Module) else []
-    if [name for name, _ in parts] != ["weight"] or not isinstance(epsilon, float):
+    if [name for name, _ in parts] != ["weight"] or epsilon is None:
         return None
     if norm.weight.dtype is not torch.bfloat16 or norm.weight.dim() != 1:
         return None

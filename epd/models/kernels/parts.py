@@ -12,7 +12,7 @@ def has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
 
 
-def epsilon(norm: Any) -> float | None:
+def epsilon_of(norm: Any) -> float | None:
     """Of a norm of any family; None: it has none that is known."""
     found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     return found if isinstance(found, float) else None

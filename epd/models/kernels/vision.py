@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from epd.models.kernels.build import Library
 from epd.models.kernels.dense import Starts
 from epd.models.kernels.linear import PackedLinear
-from epd.models.kernels.parts import epsilon, has_parameters
+from epd.models.kernels.parts import epsilon_of, has_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ def _norm_fits(norm: nn.Module) -> bool:
     tensors = list(norm.parameters())
     biased = isinstance(norm, nn.LayerNorm) and norm.bias is not None
     kinds = all(t.dtype is torch.bfloat16 and t.is_contiguous() for t in tensors)
-    return kinds and len(tensors) == 1 + biased and epsilon(norm) is not None
+    return kinds and len(tensors) == 1 + biased and epsilon_of(norm) is not None
 
 
 def _attention(layer: Any) -> Any:
@@ -230,7 +230,7 @@ def _weights(layer: nn.Module, parts: Mapping[str, Any]) -> _Weights:
         bias = getattr(parts[role], "bias", None)
         setattr(struct, f"{role}_weight", parts[role].weight.data_ptr())
         setattr(struct, f"{role}_bias", None if bias is None else bias.data_ptr())
-        setattr(struct, f"{role}_epsilon", epsilon(parts[role]))
+        setattr(struct, f"{role}_epsilon", epsilon_of(parts[role]))
     output = parts["o"].forward
     struct.heads = _attention(layer).num_heads
     struct.hidden, struct.d, struct.wide = output.n, output.k // struct.heads, parts["up"].forward.n
