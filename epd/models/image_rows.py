@@ -50,7 +50,9 @@ class RowScatter:
             return None
         assert all(piece.shape[0] == self._spec.planes for piece in pieces)
         dtype = getattr(torch, self._spec.dtype)
-        return torch.cat([piece.to(self._device, dtype) for piece in pieces], 1)
+        moved = [piece.to(self._device, dtype) for piece in pieces]
+        # One piece stays where it is: on a CPU, in the memory that it landed in.
+        return moved[0] if len(moved) == 1 else torch.cat(moved, 1)
 
     def _with_generated(self, batch: ForwardBatch, rows: Tensor) -> Tensor:
         """Add rows for placeholder ids that were generated: the id's own embedding.

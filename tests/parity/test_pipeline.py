@@ -9,9 +9,10 @@ process, in test_split_fp32.py.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,22 +70,28 @@ def _request(conversation: Conversation) -> gateway_pb2.ChatRequest:
     return request
 
 
-def _ask(address: str, conversation: Conversation) -> tuple[int, list[Any]]:
-    """(prompt tokens, output tokens)."""
+@dataclass
+class Answer:
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: list[Any] = field(default_factory=list)
+
+
+def _ask(address: str, conversation: Conversation) -> Answer:
+    answer = Answer()
     with grpc.insecure_channel(address) as channel:
         stub = gateway_pb2_grpc.GatewayStub(channel)
-        tokens: list[Any] = []
-        prompt_tokens = 0
         for event in stub.Chat(_request(conversation), timeout=120):
-            prompt_tokens = event.accepted.prompt_tokens or prompt_tokens
-            tokens += event.delta.tokens
-        return prompt_tokens, tokens
+            answer.prompt_tokens = event.accepted.prompt_tokens or answer.prompt_tokens
+            answer.tokens += event.delta.tokens
+            answer.cached_tokens = event.finished.usage.cached_tokens
+    return answer
 
 
-def _compare(answer: tuple[int, list[Any]], oracle: Oracle) -> None:
-    prompt_tokens, tokens = answer
+def _compare(answer: Answer, oracle: Oracle) -> None:
+    tokens = answer.tokens
     reference = oracle.after([token.id for token in tokens])
-    assert prompt_tokens == len(reference.prompt_ids)
+    assert answer.prompt_tokens == len(reference.prompt_ids)
     assert len(tokens) == NEW_TOKENS
     expected = torch.log_softmax(reference.logits, -1)
     for step, (token, gap) in enumerate(zip(tokens, reference.gaps(), strict=True)):
@@ -103,13 +110,16 @@ def _compare_logprobs(token: Any, expected: torch.Tensor) -> None:
     assert (reported - expected.topk(TOP).values).abs().max() <= TOLERANCE
 
 
-def _ask_all(cluster: Cluster, together: Sequence[Oracle], alone: Sequence[Oracle]) -> None:
+def _ask_all(
+    cluster: Cluster, together: Sequence[Oracle], alone: Sequence[Oracle]
+) -> list[Answer]:
     with ThreadPoolExecutor(len(together)) as pool:
         answers = list(pool.map(lambda o: _ask(cluster.grpc_address, o.conversation), together))
     answers += [_ask(cluster.grpc_address, oracle.conversation) for oracle in alone]
     for answer, oracle in zip(answers, [*together, *alone], strict=True):
         _compare(answer, oracle)
     cluster.assert_clean()
+    return answers
 
 
 @pytest.mark.timeout(400)
@@ -124,6 +134,25 @@ def test_the_pipeline_answers_as_generate_does(
         for chunk in CHUNKS[1:]:
             change_chunk(cluster, chunk)
             _ask_all(cluster, together, alone)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_pipeline_with_every_cache_answers_as_generate_does(
+    family: str, tiny_checkpoint: TinyCheckpoint, tmp_path: Path
+) -> None:
+    """Asked three times, each time in another order and company."""
+    path = tiny_checkpoint(family)
+    asked = [Oracle.of(path, case) for case in (*CONCURRENT, *ALONE)]
+    draw = random.Random(family)
+    with service(tmp_path, path, 24, caches=True) as cluster:
+        for _ in range(3):
+            draw.shuffle(asked)
+            answers = _ask_all(cluster, asked[:7], asked[7:])
+    # The last time everything of more than a block was known, and nothing is all cached.
+    known = [answer for answer in answers if answer.prompt_tokens > 16]
+    assert known
+    assert all(0 < answer.cached_tokens < answer.prompt_tokens for answer in known)
 
 
 def test_the_reference_follows_another_answer(tiny_checkpoint: TinyCheckpoint) -> None:

@@ -86,16 +86,28 @@ def cached(
             assert sample in page, f"the schedules never came to {sample}"
 
 
-@pytest.mark.long
-@settings(
-    max_examples=12,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(st.lists(wave, min_size=1, max_size=3))
+waves = st.lists(wave, min_size=1, max_size=3)
+_CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=_CHECKS)
+@given(waves)
 def test_any_schedule_says_what_no_cache_would(
     right: list[list[str]], cached: Cluster, waves: list[list[tuple[int, int]]]
 ) -> None:
+    _play(right, cached, waves)
+
+
+@pytest.mark.long
+@settings(max_examples=30, deadline=None, suppress_health_check=_CHECKS)
+@given(waves)
+def test_any_of_many_schedules_says_what_no_cache_would(
+    right: list[list[str]], cached: Cluster, waves: list[list[tuple[int, int]]]
+) -> None:
+    _play(right, cached, waves)
+
+
+def _play(right: list[list[str]], cached: Cluster, waves: list[list[tuple[int, int]]]) -> None:
     with ThreadPoolExecutor(5) as pool:
         for together in waves:
             answers = list(pool.map(lambda asked: _ask(cached, *asked), together))
