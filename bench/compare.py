@@ -3,13 +3,16 @@
     python -m bench.compare CHECKPOINT OUT [--minutes 18] [--vllm VENV] [--preload LIB:LIB]
                             [--transformers VENV] [--llama BINARY,MODEL,MMPROJ]
                             [--openvino VENV,MODEL]
-                            [--colocated SETTING,SETTING]... [--no-split] [--no-interference]
+                            [--colocated SETTING,SETTING]... [--unpinned [SETTING,SETTING]]...
+                            [--no-split] [--no-interference] [--only SCENARIO]...
 
 Starts every server, then goes round after round through the scenarios of
 `bench.scenarios`, each server in turn, until the time is over; the first round is dropped.
 Then the interference of image prompts with running decodes. `--colocated` adds an `epd` in
-one process with other settings, e.g. prefill.step_ms=1000. Writes OUT/compare.json with
-every request and OUT/compare.md. How to install the rivals: bench/peers/README.md.
+one process with other settings, e.g. prefill.step_ms=1000; `--unpinned` one of three processes
+that share all cores; `--only "8 clients, image"` leaves other scenarios out. Writes
+OUT/compare.json with every request and OUT/compare.md. How to install the rivals:
+bench/peers/README.md.
 
 Servers that are not being measured idle; what other processes used is in the tables.
 """
@@ -28,7 +31,15 @@ from typing import Any
 import orjson
 import psutil
 
-from bench.contenders import Contender, Start, all_running, connected, epd_split, epd_with
+from bench.contenders import (
+    Contender,
+    Start,
+    all_running,
+    connected,
+    epd_split,
+    epd_unpinned,
+    epd_with,
+)
 from bench.rivals import SLOW, contest, rivals
 from bench.scenarios import (
     AS_RECORDED,
@@ -238,13 +249,14 @@ def main() -> None:
     with all_running(_starts(given)) as contenders:
         print("up:", "; ".join(f"{c.name} ({c.how})" for c in contenders), flush=True)
         comparison = Comparison(contenders, until)
+        scenarios = [s for s in SCENARIOS if s.name in (given.only or [s.name])]
         if given.no_interference:
             comparison.interference_rounds = 0
         try:
-            asyncio.run(compare(comparison, SCENARIOS))
+            asyncio.run(compare(comparison, scenarios))
         finally:  # what was measured is kept, whatever ended it
             (given.out / "compare.json").write_bytes(document(comparison))
-            (given.out / "compare.md").write_text(tables(comparison, SCENARIOS) + "\n")
+            (given.out / "compare.md").write_text(tables(comparison, scenarios) + "\n")
     print((given.out / "compare.md").read_text())
 
 
@@ -254,14 +266,21 @@ def _starts(given: argparse.Namespace) -> list[Start]:
     starts = [epd_with(checkpoint, threads, given.out, each) for each in settings]
     if not given.no_split:
         starts.append(epd_split(checkpoint, given.out))
+    for text in given.unpinned:
+        starts.append(epd_unpinned(checkpoint, given.out, text.split(",") if text else ()))
     return [*starts, *rivals(given, given.out)]
 
 
 def _arguments() -> argparse.Namespace:
     parser = contest(__doc__, minutes=18.0)
     parser.add_argument("--colocated", action="append", default=[], metavar="SETTING,SETTING")
+    parser.add_argument(
+        "--unpinned", action="append", default=[], nargs="?", const="", metavar="SETTING,SETTING"
+    )
     parser.add_argument("--no-split", action="store_true")
     parser.add_argument("--no-interference", action="store_true")
+    names = [scenario.name for scenario in SCENARIOS]
+    parser.add_argument("--only", action="append", choices=names, metavar="SCENARIO")
     return parser.parse_args()
 
 

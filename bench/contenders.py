@@ -54,6 +54,15 @@ def epd_split(checkpoint: Path, out: Path) -> Start:
     return lambda: _epd("epd split", checkpoint, settings, (), how, out)
 
 
+def epd_unpinned(checkpoint: Path, out: Path, settings: Sequence[str]) -> Start:
+    """Each stage a process with one thread, on whatever core is free: a core that one stage
+    doesn't need is another's."""
+    cores = os.cpu_count()
+    how = ", ".join([f"three processes on all {cores} cores, one thread each", *settings])
+    name = ", ".join(["epd split unpinned", *(s.rpartition(".")[2] for s in settings)])
+    return lambda: _epd(name, checkpoint, ("model.threads=1", *settings), (), how, out)
+
+
 def epd_monolithic(checkpoint: Path, threads: int, out: Path, step_ms: float) -> Start:
     """All stages in one process, with this chunk budget."""
     name = f"epd monolithic, {step_ms:g} ms"
