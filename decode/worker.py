@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from decode.forward import Made, Runner
@@ -337,6 +337,9 @@ class DecodeWorker(LmWorker[Ticket]):
 
     def describe(self) -> Description:
         return replace(super().describe(), max_queue=self._config.decode.max_queue)
+
+    def state(self) -> Mapping[str, object]:
+        return {**super().state(), "max_running": self._config.decode.max_running}
 
     @property
     def _idle(self) -> bool:

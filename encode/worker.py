@@ -244,6 +244,8 @@ class EncodeWorker(StageWorker[Ticket]):
             **self._common_state(),
             "waiting": self._works.batcher.waiting,
             "running": self._works.batcher.running,
+            "queued_rows": self._works.queued_rows,
+            "backlog_ms": self._works.queued_rows * self._works.us_per_row / 1e3,
             "tickets": len(self._tickets) + len(self._works),
             "arena_bytes_used": self._arena.used_bytes - self._cache.idle_bytes,
             "arena_bytes": self._arena.nbytes,

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 from epd.config import Config
 from epd.forkserver import ForkFailed, ForkServer, Process
 from epd.host import GATEWAY
+from epd.ready import NOTIFY_SOCKET
 
 READY_PREFIX = "READY "
 """A stage prints one line with this and a JSON object on stdout when it serves."""
@@ -182,6 +183,7 @@ def child_environment(config: Config, environ: Mapping[str, str]) -> dict[str, s
     came from; ``--set`` then overrides single keys for single children.
     """
     kept = {key: value for key, value in environ.items() if not _is_setting(key)}
+    kept.pop(NOTIFY_SOCKET, None)  # the service is ready when all of it is
     kept["PYTHONUNBUFFERED"] = "1"
     for section, values in config.model_dump(mode="json", exclude={"serve"}).items():
         for key, value in values.items():

@@ -29,6 +29,7 @@ from epd.config import Config, ServeConfig, WorkerConfig
 from epd.errors import EpdError, invalid
 from epd.forkserver import ForkServer
 from epd.host import GATEWAY, STAGES, stages_of
+from epd.ready import tell_systemd
 
 _LONGEST_PAUSE_S = 30.0
 _STEADY_AFTER_S = 60.0
@@ -197,6 +198,7 @@ class Supervisor:
         scheme = "https" if self.config.gateway.tls_cert else "http"
         url = f"{scheme}://{self.gateway.report['http']}/v1"
         _say(f"serving {name} at {url} after {seconds:.1f} s; Ctrl-C stops")
+        tell_systemd("READY=1")
 
 
 def preloaded_model(config: Config) -> str | None:

@@ -171,16 +171,18 @@ def why_not_ready(service: ChatService) -> str:
 
 
 def counts(service: ChatService) -> dict[str, int]:
-    """What is under way; all zero (but tasks) when the gateway is idle."""
-    workers = service.pipeline.stages.registry.workers
+    """What is under way, zero when the gateway is idle; its tasks, and the workers that it
+    would send work to."""
+    registry = service.pipeline.stages.registry
     return {
         "in_flight": service.inflight,
         "held_bytes": service.budget.used,
         "held_back": service.door.held,
         "runs": service.pipeline.running,
         "teardowns": service.pipeline.teardowns,
-        "streams": sum(len(worker.streams) for worker in workers),
+        "streams": sum(len(worker.streams) for worker in registry.workers),
         "tasks": len(asyncio.all_tasks()),
+        **{f"live_{stage}": len(registry.live(stage)) for stage in Stage},
     }
 
 

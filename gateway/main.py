@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 
-import orjson
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
@@ -18,6 +17,7 @@ from epd.models.spec import ModelSpec
 from epd.obs import logs
 from epd.obs.http import ObservationServer
 from epd.pulse import pulse
+from epd.ready import announce
 from epd.rpc import tls as inner_tls
 from epd.rpc.server import Server
 from gateway import grpc_receipt, tls
@@ -67,8 +67,7 @@ async def serve(config: Config) -> None:
     gateway = await Gateway.create(config)
     try:
         addresses = await gateway.start()
-        ready = orjson.dumps({"stage": STAGE, **addresses, "pid": os.getpid()})
-        print(f"READY {ready.decode()}", flush=True)
+        announce({"stage": STAGE, **addresses, "pid": os.getpid()})
         await until_stop(stop, gateway.tasks)
         await gateway.drain(config.worker.grace_s)
     finally:

@@ -10,6 +10,8 @@ from typing import Any
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import FinishReason, SampledToken, Stage
+from epd.obs import metrics
+from gateway.outcomes import STAGE
 from gateway.prefixes import beginnings
 from gateway.request import Accepted, Ended, NewTokens, PlannedRequest
 from gateway.streams import Connections, StageFault, StageStream
@@ -62,6 +64,8 @@ class Progress:
         self.timeline = timeline
         self._events = events
         self._extending = asyncio.Lock()
+        self._first_s = self._last_s = 0.0
+        """When its first and its last token came, on the timeline."""
 
     async def accept(self, cached_tokens: int) -> None:
         if not self.accepted:
@@ -76,7 +80,7 @@ class Progress:
             return False
         if fresh := tokens[known:] if known else tokens:
             self._events.put_nowait(NewTokens(tuple(fresh), self.choice))
-            self.output.extend(fresh)
+            self._add(fresh)
         return True
 
     async def extend(self, first_index: int, tokens: list[SampledToken]) -> None:
@@ -92,18 +96,33 @@ class Progress:
                 raise EpdError(ErrorKind.INTERNAL, reason)
             if fresh := tokens[known:]:
                 await self._events.put(NewTokens(tuple(fresh), self.choice))
-                self.output.extend(fresh)
+                self._add(fresh)
+
+    def _add(self, fresh: list[SampledToken]) -> None:
+        self._last_s = self.timeline.elapsed_s
+        if not self.output:
+            self._first_s = self._last_s
+        self.output.extend(fresh)
+
+    def _tell(self) -> bool:
+        """Whether the end of the output is news; then it is measured."""
+        if self._told:
+            return False
+        self._told = True
+        if len(self.output) > 1:
+            each_s = (self._last_s - self._first_s) / (len(self.output) - 1)
+            metrics.TOKEN_SECONDS.labels(STAGE).observe(each_s)
+        return True
 
     def stop(self) -> None:
         """The gateway ended the output itself (a stop string) and knows it."""
         self.reason = FinishReason.STOP
-        self._told = True
+        self._tell()
 
     async def end(self) -> None:
         """Say that the output is complete; once."""
         assert self.reason is not None
-        if not self._told:
-            self._told = True
+        if self._tell():
             await self._events.put(Ended(self.reason, self.choice))
 
     def blame(self, fault: StageFault) -> None:

@@ -12,6 +12,7 @@ import grpc
 
 from epd.config import GatewayConfig
 from epd.errors import invalid
+from epd.rpc import expiry
 from epd.rpc.tls import Pem, Rotating, rotating_credentials
 
 
@@ -35,6 +36,7 @@ def grpc_credentials(config: GatewayConfig) -> grpc.ServerCredentials | None:
     """
     if not _wanted(config):
         return None
+    expiry.watch("public", config.tls_cert)
     return rotating_credentials(Rotating(_paths(config), lambda: _read(config)))
 
 

@@ -39,6 +39,10 @@ class StepBudget:
         fit = int((self._lone_ms if alone else self._target_ms) / self._ms_per_token)
         return min(self._most, max(_GRAIN, fit // _GRAIN * _GRAIN))
 
+    def ms(self, tokens: int) -> float:
+        """What so many tokens take, as measured; 0 before the first step."""
+        return tokens * (self._ms_per_token or 0.0)
+
     def observe(self, tokens: int, ms: float) -> None:
         """A step of `tokens` took `ms`. Small ones are mostly overhead: they would
         make a token look dear, so they don't count."""

@@ -120,6 +120,13 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def queued_tokens(self) -> int:
+        """That could be computed if there were time: of requests that wait all, of those that
+        run up to the first image that is not here (that one waits for its encoder)."""
+        behind = sum(max(0, r.limit() - r.computed) for r in self._running.values())
+        return sum(request.total for request in self._waiting.values()) + behind
+
+    @property
     def runnable(self) -> bool:
         """Whether a step could do something now."""
         return any(not r.in_step and r.limit() > r.computed for r in self._running.values())

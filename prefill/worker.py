@@ -331,9 +331,12 @@ class PrefillWorker(LmWorker[Ticket]):
         )
 
     def state(self) -> Mapping[str, object]:
+        queued = self._scheduler.queued_tokens
         return {
             **super().state(),
             **self._landing.state(),
+            "queued_tokens": queued,
+            "backlog_ms": self._budget.ms(queued),
             "step_budget": self._budget.tokens(alone=self._alone),
         }
 

@@ -1,6 +1,6 @@
-"""GET /metrics (prometheus), /ready and /debug/state (JSON) of one process.
+"""GET /metrics (prometheus), /health, /ready and /debug/state (JSON) of one process.
 
-A few lines of HTTP/1.0 instead of a web framework: three fixed answers, no input
+A few lines of HTTP/1.0 instead of a web framework: four fixed answers, no input
 but the path, served on the loop that works.
 """
 
@@ -74,11 +74,15 @@ class ObservationServer:
         if path == "/debug/state":
             body = orjson.dumps(dict(self._state()), option=orjson.OPT_NON_STR_KEYS)
             return _response("200 OK", "application/json", body)
+        if path == "/health":  # that it answers is the answer
+            return _response("200 OK", "text/plain", b"alive\n")
         if path == "/ready":
             reason = self._why_not()
             status = "503 Service Unavailable" if reason else "200 OK"
             return _response(status, "text/plain", f"{reason or 'ready'}\n".encode())
-        return _response("404 Not Found", "text/plain", b"/metrics, /ready or /debug/state\n")
+        return _response(
+            "404 Not Found", "text/plain", b"/metrics, /health, /ready or /debug/state\n"
+        )
 
     def _set_gauges(self) -> None:
         state = self._state()

@@ -19,6 +19,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 # Up to `limits.request_deadline_s`.
 _LONG_SECONDS = (*_SECONDS, 60, 120, 300)
+_TOKEN_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -50,6 +51,12 @@ ANSWER_SECONDS = _histogram(
     "From a request's receipt to the end of its answer, of those that were answered whole",
     "stage",
     buckets=_LONG_SECONDS,
+)
+TOKEN_SECONDS = _histogram(
+    "epd_token_seconds",
+    "Between two tokens of an answer, its mean",
+    "stage",
+    buckets=_TOKEN_S,
 )
 
 STEPS = _counter("epd_steps", "Forward passes done", "stage")
@@ -86,6 +93,12 @@ STATE = _gauge(
 )
 SERVING = _gauge("epd_serving", "1 while health says SERVING", "stage")
 MEMBERSHIPS = _gauge("epd_memberships", "Gateways that this worker is registered at", "stage")
+
+CERTIFICATE_EXPIRES = _gauge(
+    "epd_certificate_expires_timestamp_seconds",
+    "When the first certificate of a file ends; 0: it can't be read",
+    "use",
+)
 
 
 def count_cache(cache: str, event: str, number: int) -> None:

@@ -20,6 +20,7 @@ import grpc
 
 from epd.config import RpcConfig
 from epd.errors import EpdError, invalid
+from epd.rpc import expiry
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -127,6 +128,8 @@ def server_credentials(config: RpcConfig, host: str, param: str) -> grpc.ServerC
         EpdError: see `check`.
     """
     if check(config, host, param):
+        expiry.watch("inner", config.tls_cert)
+        expiry.watch("authority", config.tls_ca)
         return rotating_credentials(Rotating(_paths(config), lambda: _read(config)))
     if not is_loopback(host):
         logger.warning("%s: plain and open to whoever reaches %s (rpc.insecure)", param, host)

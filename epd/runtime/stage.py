@@ -11,11 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import json
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from epd.obs.http import ObservationServer
 from epd.pulse import pulse
+from epd.ready import announce
 from epd.rpc import tls
 from epd.rpc.membership_client import MembershipClient
 from epd.rpc.server import Server
@@ -77,7 +76,6 @@ async def serve_parts(config: Config, parts: Sequence[Part]) -> None:
         credentials = tls.server_credentials(config.rpc, config.worker.host, "worker.host")
         address = await server.start(config.worker.host, config.worker.port, credentials)
         cleanup.push_async_callback(server.stop, 0.5)
-        metrics_address = await _observe(config, group, server, cleanup)
         members = MembershipClient(
             group.name,
             config.worker.gateways,
@@ -85,6 +83,7 @@ async def serve_parts(config: Config, parts: Sequence[Part]) -> None:
             lambda: _heartbeat(group, server),
             config.rpc,
         )
+        metrics_address = await _observe(config, group, server, members, cleanup)
         cleanup.push_async_callback(members.close)
         await server.set_serving(True)
         names = members.start()
@@ -92,7 +91,8 @@ async def serve_parts(config: Config, parts: Sequence[Part]) -> None:
         cleanup.callback(watch.cancel)
         beating = asyncio.create_task(pulse(config.worker.wedged_s), name="pulse")
         cleanup.callback(beating.cancel)
-        _print_ready(group.name, address, metrics_address)
+        facts = {"stage": group.name, "address": address, "metrics": metrics_address}
+        announce(facts | {"pid": os.getpid()})
         await until_stop(stop, [*steps, watch, names, beating])
         watch.cancel()
         await _drain(config, group, server, members)
@@ -107,15 +107,23 @@ def _server(config: Config, group: WorkerGroup, parts: Sequence[Part]) -> Server
 
 
 async def _observe(
-    config: Config, group: WorkerGroup, server: Server, cleanup: contextlib.AsyncExitStack
+    config: Config,
+    group: WorkerGroup,
+    server: Server,
+    members: MembershipClient,
+    cleanup: contextlib.AsyncExitStack,
 ) -> str:
     if config.worker.metrics_port < 0:
         return ""
-    observation = ObservationServer(
-        group.name,
-        group.observed,
-        lambda: "" if server.serving else "it drains, or has work and makes no step",
-    )
+
+    def why_not() -> str:
+        if not server.serving:
+            return "it drains, or has work and makes no step"
+        # One of another release gets no work: a rolling upgrade must not take it for ready.
+        lost = config.worker.gateways and not members.joined
+        return "no gateway has it registered" if lost else ""
+
+    observation = ObservationServer(group.name, group.observed, why_not)
     host = config.worker.metrics_host or config.worker.host
     address = await observation.start(host, config.worker.metrics_port)
     cleanup.push_async_callback(observation.close)
@@ -221,9 +229,3 @@ def _heartbeat(group: WorkerGroup, server: Server) -> pb.Heartbeat:
         queued_rows=load.queued_rows,
         us_per_row=load.us_per_row,
     )
-
-
-def _print_ready(stage: str, address: str, metrics_address: str) -> None:
-    line = {"stage": stage, "address": address, "metrics": metrics_address, "pid": os.getpid()}
-    sys.stdout.write(f"READY {json.dumps(line)}\n")
-    sys.stdout.flush()

@@ -1,8 +1,8 @@
 """A wall around Mooncake's ports: they listen everywhere, and ask nobody who they are.
 
 Mooncake can't be told to listen on one address. But its sockets are this process's, and
-Linux lets a process put a filter on its own sockets (SO_ATTACH_FILTER, no rights needed):
-packets are dropped before TCP sees them unless they
+Linux lets a process put a filter on its own sockets (SO_ATTACH_FILTER; some kernels want
+CAP_NET_ADMIN for that): packets are dropped before TCP sees them unless they
 
 - were sent to `transfer.host`,
 - came in through the interface that has this address (or over loopback, from this machine),

@@ -432,9 +432,16 @@ async def test_the_router_is_told_of_rows_and_what_they_cost(bench: Bench) -> No
     bench.pictures.gate.clear()
     tickets = [bench.worker.submit(job(picture)) for picture in (1, 1, 2)]
     assert bench.worker.load().queued_rows == 2 * ROWS, "one picture twice is encoded once"
+    assert (bench.state("queued_rows"), bench.state("backlog_ms")) == (2 * ROWS, 0.0)
     bench.pictures.gate.set()
     for ticket in tickets:
         await asyncio.wait_for(ticket.finished, LIMIT_S)
         bench.worker.close(ticket, clean=True)
-    assert bench.worker.load().queued_rows == 0
+    assert bench.worker.load().queued_rows == bench.state("backlog_ms") == 0
     assert bench.worker.load().us_per_row > 0
+    bench.pictures.gate.clear()
+    ticket = bench.worker.submit(job(3))
+    assert bench.state("backlog_ms") == ROWS * bench.worker.load().us_per_row / 1e3
+    bench.pictures.gate.set()
+    await asyncio.wait_for(ticket.finished, LIMIT_S)
+    bench.worker.close(ticket, clean=True)

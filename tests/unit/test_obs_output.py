@@ -104,6 +104,7 @@ async def test_metrics_and_state_are_served() -> None:
     with await asyncio.to_thread(urllib.request.urlopen, head, timeout=LIMIT_S) as answer:
         assert (answer.status, answer.headers["content-length"], answer.read()) == (200, "6", b"")
     reason[0] = "no decode"
+    assert await asyncio.to_thread(get, "/health") == b"alive\n", "whatever it is ready for"
     with pytest.raises(urllib.error.HTTPError) as caught:
         await asyncio.to_thread(get, "/ready")
     assert (caught.value.code, caught.value.read()) == (503, b"no decode\n")

@@ -33,9 +33,9 @@ def sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-def config(grace_s: float = 1.0) -> Config:
+def config(grace_s: float = 1.0, **more: object) -> Config:
     own = {"worker.stall_s": 0.2, "worker.grace_s": grace_s, "worker.wedged_s": 0}
-    return load_config(None, own, {})
+    return load_config(None, own | {f"worker.{key}": value for key, value in more.items()}, {})
 
 
 @asynccontextmanager
