@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from epd.addresses import joined
 from epd.config import GatewayConfig
@@ -33,7 +33,7 @@ class _Uvicorn(uvicorn.Server):
 class HttpServer:
     """`start`, then `stop`. Port 0 is any free one; failures are typed."""
 
-    def __init__(self, app: FastAPI, config: GatewayConfig) -> None:
+    def __init__(self, app: ASGIApp, config: GatewayConfig) -> None:
         self._socket = _listen(config.host, config.http_port)
         bound = self._socket.getsockname()
         self.address = joined(config.host, bound[1])

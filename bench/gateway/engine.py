@@ -145,7 +145,7 @@ async def join(membership: str, hello: membership_pb2.Hello) -> None:
     async with grpc.aio.insecure_channel(membership) as channel:
         call = membership_pb2_grpc.MembershipStub(channel).Join()
         await call.write(membership_pb2.WorkerReport(hello=hello))
-        reply = await call.read()
+        reply: Any = await call.read()
         if reply.HasField("refused"):
             raise SystemExit(f"the gateway refused the engine: {reply.refused.reason}")
         while True:

@@ -145,8 +145,8 @@ def test_key_08_what_a_picture_is_reduced_to_belongs_to_its_name(tight: Cluster)
     )
     assert encodes(tight) - before == 2
     assert said(low) != said(high) == said(auto)
-    common: Any = (b"file", b"processor", "weights", b"salt", 0)
-    names = {item_digest(*common, max_pixels) for max_pixels in (0, 1000, 1001)}
+    common: list[Any] = [b"file", b"processor", "weights", b"salt", 0]
+    names = {item_digest(*[*common, max_pixels]) for max_pixels in (0, 1000, 1001)}
     assert len(names) == 3
     for place in range(5):
         changed = [*common]

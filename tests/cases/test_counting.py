@@ -115,7 +115,7 @@ async def test_ops_07_every_request_is_counted_once_however_it_ends(house: House
     assert ended() - before == sent
 
 
-FORMS = {
+FORMS: dict[str, tuple[type, dict[str, Any]]] = {
     "chat/completions": (Encoder, {"messages": [{"role": "user", "content": "a"}]}),
     "completions": (CompletionEncoder, {"prompt": "a"}),
     "responses": (ResponseEncoder, {"input": "a"}),
@@ -176,7 +176,8 @@ async def test_ops_07_calls_that_may_not_be_or_say_nothing_are_refused(house: Ho
     before = ended()
     async with grpc.aio.insecure_channel(house.grpc) as channel:
         for method in ("Chat", "Complete", "ListModels"):
-            call = channel.stream_stream(f"/epd.v1.Gateway/{method}")()
+            start: Any = channel.stream_stream(f"/epd.v1.Gateway/{method}")
+            call = start()
             await call.write(b"\xff" * 50)
             await call.done_writing()
             assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT

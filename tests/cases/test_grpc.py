@@ -45,13 +45,13 @@ async def test_rpc_02_cancelled_streams_leave_nothing(house: House) -> None:
     house.script.hooks["decode.token"] = hang
     process = psutil.Process()
 
-    async def cancelled(stub: gateway_pb2_grpc.GatewayStub) -> None:
+    async def cancelled(stub: gateway_pb2_grpc.GatewayAsyncStub) -> None:
         call = stub.Chat(ask())
         await anext(aiter(call))
         call.cancel()
 
     async with grpc.aio.insecure_channel(house.grpc) as channel:
-        stub: gateway_pb2_grpc.GatewayStub = gateway_pb2_grpc.GatewayStub(channel)
+        stub = gateway_pb2_grpc.GatewayStub(channel)
         before = 0
         for number in range(120):
             await cancelled(stub)

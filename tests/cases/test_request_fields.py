@@ -94,8 +94,8 @@ def refused(reply: Reply, param: str | None) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 async def test_req_01_max_tokens(house: House, name: str, stream: bool) -> None:
-    for value in (0, -1, 1.5, "5", 2**31, 2**63, True):
-        refused(await house.chat(**{"max_tokens": None, name: value, "stream": stream}), name)
+    for wrong in (0, -1, 1.5, "5", 2**31, 2**63, True):
+        refused(await house.chat(**{"max_tokens": None, name: wrong, "stream": stream}), name)
     for value in (None, 1, 64):
         fields = {"max_tokens": None, name: value, "stream": stream}
         assert (await house.chat(**fields)).status == 200
@@ -147,16 +147,21 @@ ODD = ["NaN", "Infinity", "-Infinity", "1e999"]
 NUMBERS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"]
 
 
+def asked_with(option: str, value: str) -> gateway_pb2.ChatRequest:
+    """A question over gRPC, with one option set to this number."""
+    parts = [gateway_pb2.ContentPart(text="what?")]
+    user = gateway_pb2.Message(role=gateway_pb2.ROLE_USER, parts=parts)
+    request = gateway_pb2.ChatRequest(messages=[user])
+    setattr(request.options, option, float(value))
+    return request
+
+
 @pytest.mark.parametrize("name", [*NUMBERS, "repetition_penalty"])
 @pytest.mark.parametrize("value", ODD)
 async def test_req_05_numbers_that_are_none(house: House, name: str, value: str) -> None:
     body = raw().removesuffix(b"}") + f', "{name}": {value}}}'.encode()
     assert (await post(house.http, CHAT, body)).status == 400
-    options = gateway_pb2.GenerationOptions(**{name: float(value)})
-    user = gateway_pb2.Message(
-        role=gateway_pb2.ROLE_USER, parts=[gateway_pb2.ContentPart(text="what?")]
-    )
-    request = gateway_pb2.ChatRequest(messages=[user], options=options)
+    request = asked_with(name, value)
     async with grpc.aio.insecure_channel(house.grpc) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(gateway_pb2_grpc.GatewayStub(channel).Chat(request)))
@@ -214,12 +219,8 @@ def test_req_05_a_stream_beside_them_is_not_disturbed(cluster: Cluster) -> None:
             data = asked.removesuffix(b"}") + f', "{name}": {value}}}'.encode()
             reply = request(cluster.address, CHAT, raw=data)
             assert reply.status == 400, (name, value, reply.body)
-            options = gateway_pb2.GenerationOptions(**{name: float(value)})
-            user = gateway_pb2.Message(
-                role=gateway_pb2.ROLE_USER, parts=[gateway_pb2.ContentPart(text="a")]
-            )
             with pytest.raises(grpc.RpcError) as caught:
-                list(stub(channel).Chat(gateway_pb2.ChatRequest(messages=[user], options=options)))
+                list(stub(channel).Chat(asked_with(name, value)))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             during += beside.is_alive()
     assert during > 3, "the stream was over before the others came"

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +256,7 @@ def test_ops_05_told_to_stop_while_it_starts(role: str) -> None:
         for _ in range(3)
     ]  # fmt: skip
     for after_s, process in zip((0.0, 0.4, 1.2), made, strict=True):
-        block_until(lambda process=process: handles_sigterm(process.pid))
+        block_until(partial(handles_sigterm, process.pid))
         time.sleep(after_s)
         process.send_signal(signal.SIGTERM)
     assert [process.wait(LIMIT_S) for process in made] == [0, 0, 0]

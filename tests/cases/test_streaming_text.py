@@ -209,7 +209,8 @@ async def test_str_07_a_worker_that_dies_ends_the_stream_once(house: House, poin
 
 
 async def test_str_10_an_unknown_finish_reason_is_our_fault(house: House) -> None:
-    house.script.finish = 99
+    unknown: Any = 99
+    house.script.finish = unknown
     event = terminal(await house.stream())
     assert event["error"]["code"] == "internal_error"
     assert "Traceback" not in event["error"]["message"]

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from decode.ticket import Admitted as DecodeAdmitted
 from epd.jobs import SampledToken
-from gateway.main import Loaded
+from gateway.checkpoint import Loaded
 from prefill.ticket import Admitted, FirstToken
 from tests.cases.kv_model import KvLm, Prompt
 from tests.cases.test_cache_fuzz import Prefills, announced, embedding

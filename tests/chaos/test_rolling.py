@@ -176,7 +176,7 @@ async def test_what_a_dead_gateway_held_is_free_at_once(service: Service, traffi
 
 def held(service: Service) -> dict[str, int]:
     """Counts that should be 0 although a reader was lost."""
-    found = {}
+    found: dict[str, int] = {}
     for place in service.workers:
         state = place.worker.debug_state()
         keys = ["streams", "running", "waiting", "tickets"]

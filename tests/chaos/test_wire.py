@@ -61,7 +61,8 @@ def echo(wired: tuple[Node, Wire]) -> Iterator[socket.socket]:
 def ping(here: socket.socket, count: int, silence_s: float = LIMIT_S) -> tuple[float, float]:
     """(share of datagrams that did not come back before it was silent for so long, shortest
     round trip in ms)"""
-    sent, times = {}, []
+    sent: dict[int, float] = {}
+    times: list[float] = []
     for number in range(count):
         sent[number] = time.monotonic()
         here.send(number.to_bytes(4))

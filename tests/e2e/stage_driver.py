@@ -53,10 +53,18 @@ class Request:
     """A random one: no cache knows anything of it."""
 
     @property
-    def of_both(self) -> tuple[Any, ...]:
-        """What the jobs for prefill and for decode begin with."""
-        ids, items = tuple(self.token_ids), tuple(self.items)
-        return self.name, 1, self.nonce, ids, self.prompt_length, items, self.sampling
+    def of_both(self) -> dict[str, Any]:
+        """What the jobs for prefill and for decode have in common."""
+        return {
+            "request_id": self.name,
+            "attempt": 1,
+            "nonce": self.nonce,
+            "token_ids": tuple(self.token_ids),
+            "prompt_length": self.prompt_length,
+            "items": tuple(self.items),
+            "sampling": self.sampling,
+            "salt": self.salt,
+        }
 
 
 def png(image: Image.Image) -> bytes:
@@ -160,7 +168,7 @@ class Client:
         self, request: Request, decode_follows: bool = True, timeout_s: float = 60
     ) -> Any:
         call = self.prefill.Run(timeout=timeout_s)
-        job = PrefillJob(*request.of_both, decode_follows, salt=request.salt)
+        job = PrefillJob(**request.of_both, decode_follows=decode_follows)
         message = prefill_job_to_proto(job, request.fingerprint)
         remember_status(call)
         await call.write(prefill_pb2.PrefillRequest(job=message))
@@ -168,7 +176,7 @@ class Client:
 
     async def start_decode(self, request: Request, delta: int) -> Any:
         call = self.decode.Run(timeout=60)
-        job = DecodeJob(*request.of_both, delta, salt=request.salt, arrival_ms=request.arrival_ms)
+        job = DecodeJob(**request.of_both, position_delta=delta, arrival_ms=request.arrival_ms)
         message = decode_job_to_proto(job, request.fingerprint)
         remember_status(call)
         await call.write(decode_pb2.DecodeRequest(job=message))

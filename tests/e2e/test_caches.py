@@ -222,6 +222,7 @@ def test_two_tenants_never_share(make_cluster: MakeCluster) -> None:
         assert answer.usage.prompt_tokens_details is not None
         encoded = house.worker("encode").debug_state()["steps"] - steps
         found.append((answer.usage.prompt_tokens_details.cached_tokens, encoded))
+    assert answer.usage is not None
     warm = (answer.usage.prompt_tokens - 1) // BLOCK * BLOCK
     assert found == [(0, 1), (0, 1), (warm, 0), (warm, 0)]
     house.assert_clean()

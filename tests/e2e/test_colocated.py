@@ -21,7 +21,7 @@ GROUPS = {
 }
 
 
-@pytest.fixture(scope="module", params=GROUPS.values(), ids=GROUPS)
+@pytest.fixture(scope="module", params=list(GROUPS.values()), ids=list(GROUPS))
 def together(request: pytest.FixtureRequest, make_cluster: MakeCluster) -> Cluster:
     return make_cluster(groups=request.param, settings={"kv.block_tokens": 16})
 
@@ -130,11 +130,11 @@ async def test_a_process_that_is_told_to_stop_ends_what_it_began(make_cluster: M
         )
     await connections[0].head()  # the first has its first token
     member.send(signal.SIGTERM)
-    replies = [connections[0].events(), *(await asyncio.gather(*map(reply, connections[1:])))]
-    events = [event async for event in replies[0]]
+    statuses = await asyncio.gather(*map(reply, connections[1:]))
+    events = [event async for event in connections[0].events()]
     assert events[-1] == "[DONE]"
     assert events[-2]["choices"][0]["finish_reason"] in ("stop", "length")
-    assert all(status in (200, 503) for status in replies[1:])
+    assert all(status in (200, 503) for status in statuses)
     assert member.process is not None
     assert await asyncio.to_thread(member.process.wait, 20) == 0
     cluster.restart("decode")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,8 +183,8 @@ def test_one_new_picture_in_eight_requests_is_encoded_once(cluster: Cluster) -> 
 
 async def test_clients_that_go_away_leave_nothing_and_spoil_nothing(cluster: Cluster) -> None:
     data = picture("two_stars.png") + b"0"  # other bytes: nobody has it yet
-    body = {"model": cluster.model, "messages": [user(data, "Describe the image.")]}
-    body |= {"temperature": 0, "stream": True}
+    body: dict[str, Any] = {"model": cluster.model, "temperature": 0, "stream": True}
+    body["messages"] = [user(data, "Describe the image.")]
     raw = json.dumps(body).encode()
     for delay in (0.0, 0.01, 0.03, 0.06):
         connections = [

@@ -35,7 +35,7 @@ from tests.waiting import LIMIT_S, until
 KEY, OTHER = "sk-first", "sk-second"
 
 
-def bearer(key: str) -> dict[str, str]:
+def bearer(key: str) -> dict[str, Any]:
     return {"authorization": f"Bearer {key}"}
 
 
@@ -212,7 +212,7 @@ async def test_cors_is_off_until_configured(loaded: Loaded) -> None:
     async with opened(loaded) as house, aiohttp.ClientSession() as session:
         reply = await session.options(f"http://{house.http}{CHAT}", headers=wanted)
         assert "access-control-allow-origin" not in reply.headers
-    settings = {"cors_origins": ("https://a.example",), "api_keys": (KEY,)}
+    settings: dict[str, Any] = {"cors_origins": ("https://a.example",), "api_keys": (KEY,)}
     async with opened(loaded, **settings) as house, aiohttp.ClientSession() as session:
         reply = await session.options(f"http://{house.http}{CHAT}", headers=wanted)
         assert reply.headers["access-control-allow-origin"] == "https://a.example"
@@ -225,9 +225,10 @@ async def test_cors_is_off_until_configured(loaded: Loaded) -> None:
 
 async def test_a_foreign_page_may_not_even_ask_where_there_are_no_keys(loaded: Loaded) -> None:
     """A page's script needs nobody's leave for a POST of plain text, only to read the answer."""
-    page, data = {"origin": "https://a.example"}, json.dumps(body()).encode()
+    page: dict[str, Any] = {"origin": "https://a.example"}
+    data = json.dumps(body()).encode()
 
-    async def status(house: House, **headers: str) -> int:
+    async def status(house: House, **headers: Any) -> int:
         sent = await Connection.send(house.http, "POST", CHAT, data, **headers)
         return (await sent.reply()).status
 

@@ -15,7 +15,7 @@ from epd.errors import ErrorKind
 from epd.jobs import Stage
 from epd.rpc.channels import dial
 from epd.rpc.membership_client import MembershipClient
-from gateway.main import Loaded
+from gateway.checkpoint import Loaded
 from protos.epd.v1 import membership_pb2
 from tests.e2e.fake_stages import Call, fail, hang
 from tests.e2e.gateway_house import CHAT, House, body, config
@@ -284,7 +284,7 @@ async def test_a_stranger_is_refused_with_both_values(house: House) -> None:
 
         call = membership_pb2_grpc.MembershipStub(channel).Join()
         await call.write(membership_pb2.WorkerReport(hello=hello))
-        reply = await call.read()
+        reply: Any = await call.read()
         assert "other weights" in reply.refused.reason
         assert house.hello["fingerprint"] in reply.refused.reason
         assert await call.read() is grpc.aio.EOF

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from gateway.checkpoint import Loaded
 from gateway.http_server import HttpServer
-from gateway.main import Loaded
 from tests.e2e.fake_stages import hang
 from tests.e2e.gateway_house import CHAT, House, opened, raw
 from tests.e2e.http_client import Connection

@@ -14,7 +14,7 @@ import pytest
 from epd.jobs import Stage
 from epd.rpc import server as rpc_server
 from gateway import grpc_receipt
-from gateway.main import Loaded
+from gateway.checkpoint import Loaded
 from protos.epd.v1 import gateway_pb2_grpc
 from tests.e2e.fake_stages import hang
 from tests.e2e.gateway_house import House, ask, ask_much, opened
@@ -100,7 +100,8 @@ async def test_what_is_no_message_is_the_callers_fault(loaded: Loaded, method: s
 
 async def test_small_values_by_the_hundred_thousand_are_not_parsed(loaded: Loaded) -> None:
     async with opened(loaded) as house, grpc.aio.insecure_channel(house.grpc) as channel:
-        call = channel.unary_stream(CHAT)(b"\x0a\x00" * 100_000)
+        start: Any = channel.unary_stream(CHAT)
+        call = start(b"\x0a\x00" * 100_000)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(call))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -113,7 +114,7 @@ async def test_bytes_of_all_messages_in_flight_are_bounded(loaded: Loaded) -> No
         opened(loaded, {"max_inflight_mib": 1}) as house,
         grpc.aio.insecure_channel(house.grpc) as channel,
     ):
-        stub: gateway_pb2_grpc.GatewayStub = gateway_pb2_grpc.GatewayStub(channel)
+        stub = gateway_pb2_grpc.GatewayStub(channel)
         house.script.hooks["decode.token"] = hang
         large = ask()
         large.client_request_id = "x" * 600_000
@@ -135,7 +136,7 @@ async def unread(
         request, made = ask_much(house, monkeypatch)
         options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14)]
         async with grpc.aio.insecure_channel(house.grpc, options=options) as channel:
-            call = gateway_pb2_grpc.GatewayStub(channel).Chat(request)
+            call: Any = gateway_pb2_grpc.GatewayStub(channel).Chat(request)
             assert (await call.read()).HasField("accepted")
             await until(lambda: house.script.jobs_of(Stage.DECODE))
             await until(lambda: not house.gateway.service.inflight)
@@ -172,7 +173,7 @@ async def test_a_reader_that_never_reads_is_cut_off(
         await until(lambda: not served(CHAT))
         house.script.output = [300, 301]
         house.script.alternatives = 0
-        stub: gateway_pb2_grpc.GatewayStub = gateway_pb2_grpc.GatewayStub(channel)
+        stub = gateway_pb2_grpc.GatewayStub(channel)
         assert [event async for event in stub.Chat(ask())][-1].HasField("finished")
         # gRPC's core drops what a peer has not read yet when the stream is reset.
         with pytest.raises(grpc.aio.AioRpcError) as caught:  # noqa: PT012 (a loop)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.main import Loaded
+from gateway.checkpoint import Loaded
 from tests.e2e.fake_stages import Call, hang
 from tests.e2e.gateway_house import CHAT, House, before, opened, raw
 from tests.e2e.http_client import Connection

@@ -9,7 +9,7 @@ import pytest
 from epd.config import Config
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
-from gateway.main import Loaded
+from gateway.checkpoint import Loaded
 from protos.epd.v1 import common_pb2, decode_pb2
 from tests.e2e.fake_stages import Call, fail, hang
 from tests.e2e.gateway_house import CHAT, House, config, long_answer, opened, raw

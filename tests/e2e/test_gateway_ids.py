@@ -89,7 +89,7 @@ async def test_over_http(
 ) -> None:
     async with opened(loaded, api_keys=(KEY,)) as house:
         data = b"" if asked is None else json.dumps(asked).encode()
-        headers = {"x_request_id": MINE, **(bearer(KEY) if key else {})}
+        headers: dict[str, Any] = {"x_request_id": MINE, **(bearer(KEY) if key else {})}
         sent = await Connection.send(house.http, method, path, data, **headers)
         reply = await sent.reply()
         await until(lines, 1)
@@ -111,7 +111,7 @@ async def test_a_fault_of_ours_has_one_too(
     monkeypatch.setattr("gateway.app.detokenize", breaks)
     async with opened(loaded, cors_origins=("https://a.example",)) as house:
         data = json.dumps({"tokens": [5]}).encode()
-        origin = {"origin": "https://a.example"}
+        origin: dict[str, Any] = {"origin": "https://a.example"}
         sent = await Connection.send(house.http, "POST", "/detokenize", data, **origin)
         reply = await sent.reply()
         await until(lines, 1)
@@ -198,7 +198,7 @@ async def test_pages_may_send_and_read_what_clients_need(
         "access-control-request-method": "POST",
         "access-control-request-headers": OPENAIS,
     }
-    settings = {"cors_origins": ("https://a.example",), "api_keys": (KEY,)}
+    settings: dict[str, Any] = {"cors_origins": ("https://a.example",), "api_keys": (KEY,)}
     async with (
         opened(loaded, **settings, requests_per_minute=1) as house,
         aiohttp.ClientSession() as session,
@@ -249,7 +249,7 @@ CALLS: list[tuple[str, Any, bool, str, str]] = [
 async def call_of(channel: grpc.aio.Channel, method: str, request: Any, key: bool) -> Any:
     """The call, when it is over."""
     metadata = [("x-request-id", MINE), *bearer(KEY).items()] if key else [("x-request-id", MINE)]
-    start = channel.unary_stream(f"/epd.v1.Gateway/{method}")
+    start: Any = channel.unary_stream(f"/epd.v1.Gateway/{method}")
     call = start(request.SerializeToString(), metadata=metadata)
     with contextlib.suppress(grpc.aio.AioRpcError):
         async for _ in call:
@@ -291,7 +291,7 @@ async def test_over_grpc(
 async def test_a_call_that_is_too_large(loaded: Loaded, lines: list[dict[str, Any]]) -> None:
     async with opened(loaded) as house, grpc.aio.insecure_channel(house.grpc) as channel:
         request = pb.ChatRequest(messages=[USER], client_request_id="x" * 2_000_000)
-        stub: gateway_pb2_grpc.GatewayStub = gateway_pb2_grpc.GatewayStub(channel)
+        stub = gateway_pb2_grpc.GatewayStub(channel)
         call = stub.Chat(request)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(call))

@@ -12,12 +12,13 @@ import pytest
 
 from epd.errors import ErrorKind
 from epd.jobs import Stage
+from epd.obs import logs
 from gateway import main
 from gateway.answer import Answer
 from gateway.attempt import Attempt
 from gateway.branch import Branch
+from gateway.checkpoint import Loaded
 from gateway.encoding import Encoding
-from gateway.main import Loaded
 from gateway.pipeline import Run
 from gateway.request import PlannedRequest
 from gateway.streams import StageStream
@@ -164,7 +165,7 @@ async def test_a_gateway_does_not_outlive_what_it_can_not_be_without(
         raise ZeroDivisionError
 
     monkeypatch.setattr(main, part, broken)
-    monkeypatch.setattr(main.logs, "setup", lambda *_: None)
+    monkeypatch.setattr(logs, "setup", lambda *_: None)
     with pytest.raises(ZeroDivisionError):
         await main.serve(config())
     assert "READY" in capsys.readouterr().out

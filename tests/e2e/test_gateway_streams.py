@@ -11,7 +11,7 @@ import pytest
 
 from epd.errors import ErrorKind
 from epd.jobs import Stage
-from gateway.main import Loaded
+from gateway.checkpoint import Loaded
 from tests.e2e.fake_stages import Call, fail
 from tests.e2e.gateway_house import CHAT, long_answer, opened, raw
 from tests.e2e.http_client import Connection
@@ -81,7 +81,8 @@ async def test_a_reader_that_never_reads_is_cut_off(loaded: Loaded) -> None:
     """Memory is bounded, decode is held back, and its place is free in the end."""
     async with opened(loaded, slow_reader_s=1.0) as house:
         made = long_answer(house)
-        peer = socket.create_connection(house.http.split(":"), 5)
+        host, _, port = house.http.rpartition(":")
+        peer = socket.create_connection((host, int(port)), 5)
         asked = raw(stream=True, logprobs=True, top_logprobs=20, max_tokens=900)
         peer.sendall(POST + b"content-length: %d\r\n\r\n" % len(asked) + asked)
         started = time.monotonic()

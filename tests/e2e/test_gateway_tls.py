@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import grpc.aio
@@ -31,7 +32,7 @@ class Certificates:
         (self.folder / "cert").write_bytes(chain)
         authority.cert_pem.write_to_path(str(self.folder / "ca"))
 
-    def settings(self, mutual: bool) -> dict[str, str]:
+    def settings(self, mutual: bool) -> dict[str, Any]:
         names = {"tls_cert": "cert", "tls_key": "key"} | ({"tls_client_ca": "ca"} if mutual else {})
         return {name: str(self.folder / file) for name, file in names.items()}
 

@@ -30,7 +30,7 @@ TEMPLATE = """
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
 """
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -104,7 +104,7 @@ async def test_a_call_whole_and_streamed(tools: House) -> None:
     for choice in (whole, streamed):
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content == "I will look."
-        (call,) = choice.message.tool_calls or ()
+        (call,) = choice.message.tool_calls or []
         assert call.type == "function"
         assert call.function.name == "weather"
         assert json.loads(call.function.arguments) == {"city": "Bern"}

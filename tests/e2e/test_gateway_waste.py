@@ -27,8 +27,7 @@ async def storm(house: House) -> None:
             await Connection.send(house.http, "POST", CHAT, raw(), **bearer(KEY))
             for _ in range(AT_ONCE)
         ]
-        wanted = AT_ONCE * (number + 1)
-        await until(lambda wanted=wanted: begun(house) == wanted)
+        await until_begun(house, AT_ONCE * (number + 1))
         await asyncio.sleep(STAY_S)
         for client in clients:
             client.close()
@@ -38,6 +37,10 @@ async def storm(house: House) -> None:
 
 def begun(house: House) -> int:
     return house.journal.count("prefill: job")
+
+
+async def until_begun(house: House, requests: int) -> None:
+    await until(lambda: begun(house) == requests)
 
 
 def held(house: House) -> int:

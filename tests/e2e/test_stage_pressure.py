@@ -27,7 +27,7 @@ from tests.waiting import LIMIT_S, soon, until
 
 BLOCK = 8
 MOST_ROUNDS = 20
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "kv__block_tokens": BLOCK,
     "kv__prefill_tokens": 16 * BLOCK,
     "kv__decode_tokens": 20 * BLOCK,

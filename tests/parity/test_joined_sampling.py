@@ -103,7 +103,7 @@ def _drawn(number: int) -> dict[str, Any]:
     """Parameters that nobody chose, the same in every run."""
     dice = random.Random(number)
     options: dict[str, Any] = {"temperature": dice.choice([0, 0.5, 1.0, 1.7]), **LONG}
-    for name, values in {
+    choices: dict[str, list[Any]] = {
         "top_k": [0, 2, 50],
         "top_p": [1.0, 0.5],
         "min_p": [0.0, 0.1],
@@ -113,8 +113,8 @@ def _drawn(number: int) -> dict[str, Any]:
         "n": [1, 2],
         "stop": [[], ["in", "x"]],
         "min_tokens": [0, 6],
-    }.items():
-        options[name] = dice.choice(values)
+    }
+    options |= {name: dice.choice(values) for name, values in choices.items()}
     return options | {"seed": dice.getrandbits(64)} | dice.choice([{}, LOGPROBS])
 
 
@@ -150,7 +150,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Answer
 
 async def _ask_all(address: str) -> dict[str, Answer]:
     async with grpc.aio.insecure_channel(address) as channel:
-        stub: gateway_pb2_grpc.GatewayStub = gateway_pb2_grpc.GatewayStub(channel)
+        stub = gateway_pb2_grpc.GatewayStub(channel)
 
         async def ask(request: pb.ChatRequest) -> Answer:
             gathered = Gathered({"n": request.options.n})

@@ -157,7 +157,7 @@ class Workers(Pair):
         self, prompt: Prompt, params: SamplingParams, generated: Sequence[int]
     ) -> Visit:
         ids, items = (*prompt[0], *generated), prompt[1]
-        jobs = {"items": items, "prompt": len(prompt[0])}
+        jobs: dict[str, Any] = {"items": items, "prompt": len(prompt[0])}
         ticket = await self.prefill.submit(replace(prefill_job(ids, **jobs), sampling=params))
         job = replace(decode_job(ids, **jobs), sampling=params, position_delta=ticket.delta)
         try:

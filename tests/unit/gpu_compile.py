@@ -33,5 +33,5 @@ def compiled(dtype: str, capability: int) -> dict[str, object]:
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
         dtype, _, capability = argument.partition(":")
-        code = compiled(dtype, int(capability))
-        print(argument, len(code["cubin"]) if isinstance(code.get("cubin"), bytes) else 0)
+        code = compiled(dtype, int(capability)).get("cubin")
+        print(argument, len(code) if isinstance(code, bytes) else 0)

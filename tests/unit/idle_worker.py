@@ -17,7 +17,12 @@ class IdleWorker:
 
     def __init__(self, stage: Stage, thread: EngineThread | None = None, **facts: Any) -> None:
         self.stage = stage
-        self.facts = {"epoch": 1, "fingerprint": "f", "dtype": "float32", "numerics_id": ""}
+        self.facts: dict[str, Any] = {
+            "epoch": 1,
+            "fingerprint": "f",
+            "dtype": "float32",
+            "numerics_id": "",
+        }
         self.facts |= facts
         self.streams = Streams(stage)
         self.tickets = self.handed_back = self.ticks = 0

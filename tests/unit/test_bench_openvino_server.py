@@ -8,7 +8,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -59,7 +59,7 @@ def engine() -> Iterator[ScriptedEngine]:
     scripted = ScriptedEngine()
 
     class Scripted(Handler):
-        engine: Any = scripted
+        engine: ClassVar[Any] = scripted
         tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, "a"))
 
     Scripted.tokenizer.decoder = decoders.Fuse()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import statistics
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -41,7 +43,7 @@ def test_times_over_the_floor_and_shares_of_a_rate() -> None:
 
 def test_every_case_runs_once_a_round_and_once_to_warm_up() -> None:
     runs: list[str] = []
-    cases = [Case(name, lambda name=name: runs.append(name)) for name in "abc"]
+    cases = [Case(name, partial(runs.append, name)) for name in "abc"]
     interleave(cases, 4, random.Random(0))
     assert sorted(runs) == sorted("abc" * 5)
     assert [len(case.wall) for case in cases] == [4, 4, 4]
@@ -49,7 +51,7 @@ def test_every_case_runs_once_a_round_and_once_to_warm_up() -> None:
 
 
 def test_the_hand_off_is_the_sum_of_its_parts() -> None:
-    rows = [{"ratio": None}, {"ratio": 0.01}, {"ratio": 0.02}]
+    rows: list[dict[str, Any]] = [{"ratio": None}, {"ratio": 0.01}, {"ratio": 0.02}]
     assert hand_off(rows).startswith("hand-off: 3.0%")
 
 

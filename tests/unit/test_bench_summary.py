@@ -124,7 +124,7 @@ def test_the_meter_counts_this_process() -> None:
     ("arguments", "said"),
     [
         ([], "--target"),
-        (["--target", "nonsense"], "NAME=TARGET"),
+        (["--target", "nonsense"], "NAME=URL"),
         (["--target", "a=http://x", "--rate", "0"], "above 0"),
         (["--target", "a=http://x", "--image", "448"], "WIDTHxHEIGHT"),
         (["--target", "a=http://x", "--slo-ttft", "1"], "--slo-tpot"),

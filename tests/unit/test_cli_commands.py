@@ -101,7 +101,12 @@ def test_flags_beat_settings_beat_file(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_serve_counts_reach_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Config] = []
-    monkeypatch.setattr("epd.supervisor.run", lambda config: seen.append(config) or 0)
+
+    def run(config: Config) -> int:
+        seen.append(config)
+        return 0
+
+    monkeypatch.setattr("epd.supervisor.run", run)
     arguments = ["serve", CHECKPOINT, "--encode", "2", "--decode", "3", "--http-port", "0"]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     (config,) = seen

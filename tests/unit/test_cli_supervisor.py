@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from epd import child as child_module
+from epd.child import Child
 from epd.config import ServeConfig
 from epd.config_sources import load_config
 from epd.errors import EpdError
@@ -165,6 +166,11 @@ async def test_ctrl_c_while_starting_stops_what_was_started(
     assert not any(child.running for child in supervisor.children)
 
 
+async def _until_another(child: Child, before: int) -> None:
+    """Until this child is ready again, under another pid."""
+    await until(lambda: child.ready.is_set() and child.report["pid"] != before)
+
+
 async def test_a_dead_worker_and_a_dead_gateway_come_back(
     make: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,7 +181,7 @@ async def test_a_dead_worker_and_a_dead_gateway_come_back(
     for child in (supervisor.workers[0], supervisor.gateway):
         before = child.report["pid"]
         os.kill(before, signal.SIGKILL)
-        await until(lambda c=child, b=before: c.ready.is_set() and c.report["pid"] != b)
+        await _until_another(child, before)
     assert [supervisor.gateway.report["http"], *metrics(supervisor)] == where
     supervisor.stop()
     assert await serving == 0

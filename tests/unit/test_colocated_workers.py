@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -272,7 +273,7 @@ async def test_prefill_leaves_decode_its_part_of_the_pool() -> None:
     assert [ticket.admitted for ticket in tickets] == [True, False, False]
     assert both.kv.blocks.free_count == 32 - 10
     for number, ticket in enumerate(tickets):
-        await until(lambda ticket=ticket: ticket.admitted)
+        await until(partial(getattr, ticket, "admitted"))
         assert not any(ticket.admitted for ticket in tickets[number + 1 :])
         both.prefill.close(ticket, clean=True)
     await both.close()

@@ -40,7 +40,8 @@ async def ask(bench: Bench, ids: Sequence[int], **job: Any) -> tuple[int, int, l
     events = await drain(ticket)
     bench.worker.close(ticket)
     assert isinstance(events[-1], Finished)
-    admitted, fetched = (next(e for e in events if isinstance(e, k)) for k in (Admitted, KvFetched))
+    admitted = next(event for event in events if isinstance(event, Admitted))
+    fetched = next(event for event in events if isinstance(event, KvFetched))
     read = fetched.transfer_bytes / bench.owner.layout.block_bytes
     assert read == -(-len(ids) // BLOCK) - admitted.cached_tokens // BLOCK
     output = [first, *(event.token.id for event in events if isinstance(event, TokenMade))]

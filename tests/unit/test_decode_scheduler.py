@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode.scheduler import Scheduler, Slot
+from decode.scheduler import Scheduler, Slot, Step
 from epd.errors import EpdError, ErrorKind
 from epd.kv.blocks import BlockAllocator
 from epd.kv.layout import KvLayout, LayerShape
@@ -392,13 +392,14 @@ class Simulation:
 
     def step(self) -> None:
         """One, or several that were planned before the one before was done."""
-        running = self.scheduler.next_batch()
-        for key in running.preempted:
+        first = self.scheduler.next_batch()
+        for key in first.preempted:
             if key in self.loading:
                 self.leaving.add(key)
             else:
                 self.come(key)
             self.loading.discard(key)
+        running: Step | None = first
         while running is not None:
             ahead = self.scheduler.look_ahead() if self.random.random() < 0.6 else None
             if ahead is not None and self.random.random() < 0.3:

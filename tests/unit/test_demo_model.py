@@ -48,11 +48,12 @@ def kinds_of(names: tuple[str, ...], text: str, answer: str) -> set[str]:
     for seed in range(500):
         rng = random.Random(seed)
         if len(scenes) == 2:
-            questions = about_pair(*scenes, rng)
+            first, second = scenes
+            questions = about_pair(first, second, rng)
         elif scenes[0].number:
-            questions = about_number(*scenes, rng)
+            questions = about_number(scenes[0], rng)
         else:
-            questions = about_shapes(*scenes, rng)
+            questions = about_shapes(scenes[0], rng)
         found |= {q.kind for q in questions if (q.text, q.answer) == (text, answer)}
     return found
 

@@ -90,8 +90,8 @@ def test_answers_about_shapes_agree_with_the_scene():
                 asked = next(k for k in KINDS if k in text)
                 assert answer.startswith("Yes" if kinds[asked] else "No")
             elif kind == "exist_coloured":
-                asked = tuple(text.rstrip("?").split(" a")[-1].removeprefix("n").split()[:2])
-                there = asked in {(s.colour, s.kind) for s in scene.shapes}
+                coloured = text.rstrip("?").split(" a")[-1].removeprefix("n").split()[:2]
+                there = coloured in [[s.colour, s.kind] for s in scene.shapes]
                 assert answer.startswith("Yes" if there else "No")
             elif kind == "absent" and "number" not in answer:
                 asked = next(k for k in KINDS if k in text)

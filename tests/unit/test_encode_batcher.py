@@ -242,12 +242,17 @@ def test_the_first_that_finds_no_place_stays_first_whoever_comes() -> None:
     batcher.admit(0, client=b"large")
     decode(batcher, {0: 90})
     assert batcher.next_batch(lambda _: False) == []
+    asked: list[int] = []
+
+    def no_place(key: int) -> bool:
+        asked.append(key)
+        return False
+
     for key in range(1, 50):
         batcher.admit(key, client=bytes([key]))
         decode(batcher, {key: 1})
-        asked: list[int] = []
-        assert batcher.next_batch(lambda key, asked=asked: bool(asked.append(key))) == []
-        assert asked == [0]
+        assert batcher.next_batch(no_place) == []
+    assert asked == [0] * 49
     assert batcher.next_batch(always)[0] == 0
 
 

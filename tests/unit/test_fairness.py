@@ -12,8 +12,8 @@ from epd.fairness import FairQueue, Round, Shares, gives_way
 
 def test_within_a_client_first_come_first_served_and_clients_take_turns() -> None:
     queue = FairQueue()
-    for key in range(4):
-        queue.add(key, "many")
+    for number in range(4):
+        queue.add(number, "many")
     queue.add(4, "one")
     order = []
     while (key := queue.first()) is not None:

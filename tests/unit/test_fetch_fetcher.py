@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any
 
 import psutil
@@ -168,7 +169,7 @@ async def test_a_name_is_resolved_once_and_dialled_there(
     def once(host: str) -> list[Any]:
         asked.append(host)
         assert len(asked) == 1, "resolved twice"
-        return [policy.ip_address("127.0.0.1")]
+        return [ip_address("127.0.0.1")]
 
     monkeypatch.setattr(policy, "look_up", once)
 
@@ -317,7 +318,7 @@ async def test_one_slow_host_leaves_places_to_others(
 ) -> None:
     site.answers["/silent"] = b""
     site.hold.add("/silent")
-    monkeypatch.setattr(policy, "look_up", lambda host: [policy.ip_address("127.0.0.1")])
+    monkeypatch.setattr(policy, "look_up", lambda host: [ip_address("127.0.0.1")])
     config = FetchConfig(
         mode="public",
         ports=(site.port,),

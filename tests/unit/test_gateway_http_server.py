@@ -22,7 +22,7 @@ async def test_small_writes_leave_at_once() -> None:
     await until(lambda: server.connections)
     try:
         (connection,) = server._server.server_state.connections
-        accepted = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]
+        accepted = connection.transport.get_extra_info("socket")
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     finally:
         writer.close()

@@ -137,7 +137,8 @@ def test_nobody_waits_much_longer_than_it_must(
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.integers(0, 2)), max_size=60))
 def test_what_was_sent_longest_ago_is_forgotten(steps: list[tuple[bool, int, int]]) -> None:
-    kept, model = Kept(most=5), []
+    kept = Kept(most=5)
+    model: list[Any] = []
     for sent, digest, encoder in steps:
         pair = (bytes([digest]), encoder)
         model = [other for other in model if other != pair]

@@ -72,7 +72,7 @@ def registry(clock: Clock) -> Registry:
     [("fingerprint", "other"), ("dtype", "bfloat16"), ("stages", frozenset()), ("address", "")],
 )
 def test_a_stranger_is_refused_with_both_values(
-    registry: Registry, field_: str, value: object
+    registry: Registry, field_: str, value: Any
 ) -> None:
     with pytest.raises(EpdError) as caught:
         registry.join(card(**{field_: value}))

@@ -82,8 +82,8 @@ class Scene:
         outs = []
         for pool, used in zip(self.pools, (None, kernel), strict=True):
             step = plan_step(pool, self.slices, exact=False, kernel=used)
-            moved = (x.to(pool.device) for x in (self.q, self.k, self.v))
-            out, _ = paged_attention(LAYER, *moved, None, step=step, **options)
+            q, k, v = (x.to(pool.device) for x in (self.q, self.k, self.v))
+            out, _ = paged_attention(LAYER, q, k, v, None, step=step, **options)
             outs.append(out[0].cpu())
         plain, device = (pool.bytes.cpu() for pool in self.pools)
         assert torch.equal(plain, device)

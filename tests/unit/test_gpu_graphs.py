@@ -150,7 +150,7 @@ def test_all_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(torch.cuda, name, MagicMock(side_effect=lambda *_: MagicMock()))
     monkeypatch.setattr(torch.cuda, "graph", graph)
     capture = CudaCapture()
-    graphs = [capture(lambda: torch.ones(1))[0] for _ in range(3)]
+    graphs: list[Any] = [capture(lambda: torch.ones(1))[0] for _ in range(3)]
     assert [pool for pool, _ in used] == [None, *(made.pool() for made in graphs[:2])]
     assert len({id(stream) for _, stream in used}) == 1
 

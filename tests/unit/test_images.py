@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,10 @@ from tests.unit.pictures import as_held, encoded, noise, with_chunk
 LIMITS = LimitsConfig()
 PARAM = "messages[0].content[1]"
 CORNERS = [(220, 30, 30), (30, 200, 60), (40, 70, 220), (240, 220, 40)]
-LOSSLESS = {"WEBP": {"lossless": True}, "AVIF": {"quality": 95, "subsampling": "4:4:4"}}
+LOSSLESS: dict[str, dict[str, Any]] = {
+    "WEBP": {"lossless": True},
+    "AVIF": {"quality": 95, "subsampling": "4:4:4"},
+}
 
 
 def quad(width: int = 96, height: int = 64) -> Image.Image:
@@ -148,7 +152,7 @@ def test_bytes_behind_the_picture_do_not_matter() -> None:
 
 
 def test_digest_covers_each_of_its_parts() -> None:
-    base = (b"picture", b"config", "fingerprint", b"salt", 0)
+    base: list[Any] = [b"picture", b"config", "fingerprint", b"salt", 0]
     first = item_digest(*base)
     assert len(first) == 32
     assert first == item_digest(*base)

@@ -43,7 +43,10 @@ class Scene:
         self.pool.bytes.view(-1).view(torch.bfloat16).fill_(float("nan"))
         free = list(range(BLOCKS))
         random.Random(seed).shuffle(free)
-        self.slices, self.q, self.k, self.v = [], [], [], []
+        self.slices: list[SequenceSlice] = []
+        self.q: list[Tensor] = []
+        self.k: list[Tensor] = []
+        self.v: list[Tensor] = []
         for n, length in sequences:
             blocks = [free.pop() for _ in range(layout.blocks_for(length))]
             self.slices.append(SequenceSlice(n, length, blocks))

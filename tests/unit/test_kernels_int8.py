@@ -131,8 +131,9 @@ def test_weights_are_held_once(kernel: Int8Kernel) -> None:
 
 
 def test_torch_holds_weights_once_too() -> None:
-    model = nn.Sequential(_linear(256, 64), _linear(64, 32))
-    wanted = _true(model[0], torch.ones(1, 256).bfloat16())
+    first = _linear(256, 64)
+    model = nn.Sequential(first, _linear(64, 32))
+    wanted = _true(first, torch.ones(1, 256).bfloat16())
     quantize_linears(model, None)
     assert all(layer.weight.device.type == "meta" for layer in model)
     assert torch.allclose(model[0](torch.ones(1, 256).bfloat16()).double(), wanted, rtol=0.01)

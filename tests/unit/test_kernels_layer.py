@@ -58,7 +58,7 @@ def test_rows_that_nobody_asks_for_change_no_bit(
 
 def _decoder(path: Path) -> Any:
     assert LIBRARY is not None
-    model = load_part(path, "lm", "bfloat16", attn=attention.NAME)
+    model: Any = load_part(path, "lm", "bfloat16", attn=attention.NAME)
     pack_linears(model, LinearKernel(LIBRARY, 1))
     return model.get_decoder()
 

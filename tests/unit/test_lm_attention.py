@@ -170,8 +170,9 @@ def test_decode_rows_are_grouped_once_each_with_little_padding(lengths: list[int
 
 
 def test_a_model_that_drops_the_keyword_is_noticed() -> None:
+    none = torch.zeros(1, 1, 1, 1)
     with pytest.raises(AssertionError, match="keywords"):
-        paged_attention(LAYER, *[torch.zeros(1, 1, 1, 1)] * 3, None)
+        paged_attention(LAYER, none, none, none, None)
 
 
 def test_block_table_must_cover_the_sequence() -> None:

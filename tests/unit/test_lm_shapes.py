@@ -164,11 +164,10 @@ def test_the_last_id_may_be_the_one_of_pictures(
     from dataclasses import replace
 
     from epd.models import lm as module
-
-    original = module.read_spec
+    from epd.models.spec import read_spec
 
     def last(*args: Any) -> Any:
-        spec = original(*args)
+        spec = read_spec(*args)
         return replace(spec, image_token_id=spec.vocab_size - 1)
 
     monkeypatch.setattr(module, "read_spec", last)

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,13 +67,13 @@ def test_dtype_is_the_asked_one(tiny_checkpoint: Tiny, family: str, part: str) -
 
 
 def test_tied_head_shares_memory_with_the_embedding(tiny_checkpoint: Tiny) -> None:
-    lm = load_part(tiny_checkpoint("qwen2_vl"), "lm")
+    lm: Any = load_part(tiny_checkpoint("qwen2_vl"), "lm")
     head, embedding = lm.get_output_embeddings().weight, lm.get_input_embeddings().weight
     assert head.data_ptr() == embedding.data_ptr()
 
 
 def test_the_absent_part_can_not_be_called(tiny_checkpoint: Tiny) -> None:
-    encode = load_part(tiny_checkpoint("qwen3_vl"), "encode")
+    encode: Any = load_part(tiny_checkpoint("qwen3_vl"), "encode")
     with pytest.raises(RuntimeError, match="not loaded in this process"):
         encode.get_decoder()(None)
 

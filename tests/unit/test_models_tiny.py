@@ -29,10 +29,10 @@ def test_answers_follow_text_pictures_and_their_order(tiny_checkpoint: Tiny, fam
     single = _asking(IMAGE, "what is this?")
     double = _asking("first ", IMAGE, " second ", IMAGE, "?")
     answers = [
-        reference_generate(path, *asked, max_new_tokens=24)
-        for asked in (
-            (text,),
-            (_asking("what is it?"),),
+        reference_generate(path, messages, images, max_new_tokens=24)
+        for messages, images in (
+            (text, []),
+            (_asking("what is it?"), []),
             (single, [one]),
             (single, [other]),
             (double, [one, other]),

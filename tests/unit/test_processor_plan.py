@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,9 +110,12 @@ def test_a_remembered_size_is_not_computed_again(
     processor = Processor.load(tiny_checkpoint("llava_onevision"))
     calls = []
     original = processor.hf._process_images
-    monkeypatch.setattr(
-        processor.hf, "_process_images", lambda *a, **k: (calls.append(1), original(*a, **k))[1]
-    )
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(processor.hf, "_process_images", counted)
     for images in (1, 1, 2, 3, 1):
         processor.plan(60, 40, images)
     assert len(calls) == 2  # lone, one of several

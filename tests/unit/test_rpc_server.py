@@ -135,7 +135,7 @@ async def test_a_call_that_grpc_has_ended_itself_gets_no_second_status() -> None
     async def refuse(_: Any, context: Any) -> None:
         raise EpdError(ErrorKind.INVALID_REQUEST, "there is no message")
 
-    made = grpc.stream_stream_rpc_method_handler(refuse)
+    made: Any = grpc.stream_stream_rpc_method_handler(refuse)
     handler = TypedErrors("decode").around(f"/{SERVICE}/Run", made)
     with pytest.raises(asyncio.CancelledError):
         await handler.stream_stream(None, Ended())

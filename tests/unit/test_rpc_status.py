@@ -33,7 +33,7 @@ def test_kind_message_param_and_retry_survive(kind: ErrorKind) -> None:
 
 def test_a_bad_field_is_a_bad_request() -> None:
     _, _, metadata = to_status(EpdError(ErrorKind.INVALID_IMAGE, "no image", param="a[1].b"))
-    status = status_pb2.Status.FromString(dict(metadata)["grpc-status-details-bin"])  # type: ignore[arg-type]
+    status = status_pb2.Status.FromString(dict(metadata)["grpc-status-details-bin"])
     bad = error_details_pb2.BadRequest()
     assert status.details[1].Unpack(bad)
     assert [(v.field, v.description) for v in bad.field_violations] == [("a[1].b", "no image")]

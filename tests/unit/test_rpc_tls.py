@@ -28,7 +28,7 @@ REFUSED = grpc.StatusCode.UNAVAILABLE
 
 
 class Echo(decode_pb2_grpc.DecodeServicer):
-    async def Run(self, request_iterator: Any, context: Any) -> Any:  # type: ignore[override]
+    async def Run(self, request_iterator: Any, context: Any) -> Any:
         async for _ in request_iterator:
             yield decode_pb2.DecodeEvent(kv_fetched=decode_pb2.KvFetched())
 
@@ -150,8 +150,9 @@ def test_a_file_that_changes_under_the_reader_is_read_again(
 ) -> None:
     authority = trustme.CA()
     part = Identity(tmp_path / "part", authority)
-    files = [str(part.folder / name) for name in ("cert", "key", "ca")]
-    check, calls = tls._check, []
+    cert, key, ca = (str(part.folder / name) for name in ("cert", "key", "ca"))
+    check = tls._check
+    calls: list[Any] = []
 
     def slow_check(*arguments: str) -> None:
         if not calls:
@@ -160,7 +161,7 @@ def test_a_file_that_changes_under_the_reader_is_read_again(
         check(*arguments)
 
     monkeypatch.setattr(tls, "_check", slow_check)
-    pem = tls.Pem.read(*files, "rpc.tls")
+    pem = tls.Pem.read(cert, key, ca, "rpc.tls")
     assert len(calls) == 2
     assert pem.cert == (part.folder / "cert").read_bytes()
 

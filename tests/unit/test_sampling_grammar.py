@@ -28,6 +28,12 @@ SCHEMA = {
 }
 
 
+def id_of(name: str) -> int:
+    found = TOKENIZER.token_to_id(name)
+    assert found is not None, name
+    return found
+
+
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
     return Grammars(str(CHECKPOINT), VOCAB, EOS)
@@ -108,14 +114,14 @@ def test_the_end_comes_only_where_the_grammar_is_whole(grammars: Grammars) -> No
     matcher = grammars.build(regex("[a-z]{3,}"), ())
     for letter in "abc":
         assert not matcher.allowed()[list(EOS)].any()
-        matcher.advance(TOKENIZER.token_to_id(letter))
+        matcher.advance(id_of(letter))
     assert matcher.allowed()[list(EOS)].all()
     assert not matcher.complete, "more letters may follow"
     assert not matcher.allowed(EOS)[list(EOS)].any(), "min_tokens suppresses the end"
 
 
 def test_a_grammar_that_only_the_end_can_follow_wins_over_min_tokens(grammars: Grammars) -> None:
-    matcher = grammars.build(regex("ab"), [TOKENIZER.token_to_id(letter) for letter in "ab"])
+    matcher = grammars.build(regex("ab"), [id_of(letter) for letter in "ab"])
     assert matcher.complete
     assert set(matcher.allowed(EOS).nonzero()[0].tolist()) == set(EOS)
 
@@ -134,7 +140,7 @@ def test_min_tokens_and_ignore_eos_hold_while_the_grammar_goes_on(
 
 
 def test_a_clients_stop_id_ends_what_the_grammar_allows(grammars: Grammars) -> None:
-    stop = TOKENIZER.token_to_id("a")
+    stop = id_of("a")
     params = SamplingParams(
         max_tokens=30, grammar=regex("[ab]*"), stop_token_ids=(stop,), logit_bias={stop: 100.0}
     )

@@ -51,6 +51,12 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
+def id_of(tokenizer: Tokenizer, name: str) -> int:
+    found = tokenizer.token_to_id(name)
+    assert found is not None, name
+    return found
+
+
 def spelled(*parts: str | int) -> list[int]:
     """Words of `WORDS` as one token, other strings and numbers byte by byte."""
     tokenizer = byte_level()
@@ -60,11 +66,11 @@ def spelled(*parts: str | int) -> list[int]:
         raw = bytes([part]) if isinstance(part, int) else part.encode()
         stand_ins = [table[byte] for byte in raw]
         if part in WORDS:
-            ids.append(tokenizer.token_to_id("".join(stand_ins)))
+            ids.append(id_of(tokenizer, "".join(stand_ins)))
         elif part == EOS:
-            ids.append(tokenizer.token_to_id(EOS))
+            ids.append(id_of(tokenizer, EOS))
         else:
-            ids += [tokenizer.token_to_id(char) for char in stand_ins]
+            ids += [id_of(tokenizer, char) for char in stand_ins]
     return ids
 
 
@@ -91,7 +97,7 @@ def test_pieces_joined_are_the_whole_decode_with_byte_fallback(words: list[str])
     for word in words:
         one = tokenizer.token_to_id(word)
         names = [f"<0x{byte:02X}>" for byte in word.encode()]
-        ids += [one] if one is not None else [tokenizer.token_to_id(name) for name in names]
+        ids += [one] if one is not None else [id_of(tokenizer, name) for name in names]
     stream = Detokenizer(tokenizer)
     pieces = [stream.push(token_id) for token_id in ids]
     assert "".join(pieces) + stream.finish() == tokenizer.decode(ids, skip_special_tokens=True)
@@ -100,7 +106,7 @@ def test_pieces_joined_are_the_whole_decode_with_byte_fallback(words: list[str])
 
 def test_a_space_after_a_long_text_and_a_special_token_is_kept() -> None:
     tokenizer = byte_fallback()
-    ids = [tokenizer.token_to_id(word) for word in ["a"] * 20 + [EOS] * 20 + ["▁hello"]]
+    ids = [id_of(tokenizer, word) for word in ["a"] * 20 + [EOS] * 20 + ["▁hello"]]
     stream = Detokenizer(tokenizer)
     assert "".join(stream.push(token_id) for token_id in ids) == "a" * 20 + " hello"
 
@@ -111,7 +117,7 @@ def test_invalid_bytes_spoil_no_character_that_was_sent(numbers: list[int]) -> N
     tokenizer = byte_fallback()
     stream = Detokenizer(tokenizer)
     ids = [number % tokenizer.get_vocab_size() for number in numbers]
-    for token_id in (*ids, *(tokenizer.token_to_id(f"<0x{b:02X}>") for b in "👩".encode())):
+    for token_id in (*ids, *(id_of(tokenizer, f"<0x{b:02X}>") for b in "👩".encode())):
         stream.push(token_id)
     stream.finish()
 
@@ -121,7 +127,7 @@ def test_an_invalid_byte_after_a_whole_character() -> None:
     tokenizer = byte_fallback()
     names = [*(f"<0x{b:02X}>" for b in "👩".encode()), "<0x80>", "a"]
     stream = Detokenizer(tokenizer)
-    text = "".join(stream.push(tokenizer.token_to_id(name)) for name in names)
+    text = "".join(stream.push(id_of(tokenizer, name)) for name in names)
     assert text.startswith("👩\ufffd")
     assert (text + stream.finish()).endswith("a")
 
@@ -309,5 +315,5 @@ def test_bytes_of_tokens() -> None:
 def test_bytes_of_fallback_tokens() -> None:
     tokenizer = byte_fallback()
     words = Vocabulary(tokenizer)
-    assert words.raw(tokenizer.token_to_id("<0xE6>")) == b"\xe6"
-    assert words.raw(tokenizer.token_to_id("▁hello")) == b" hello"
+    assert words.raw(id_of(tokenizer, "<0xE6>")) == b"\xe6"
+    assert words.raw(id_of(tokenizer, "▁hello")) == b" hello"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,8 @@ def handle(*spans: Span) -> Handle:
 
 @pytest.mark.parametrize("field", [field.name for field in fields(Contract)])
 def test_any_field_that_differs_is_refused_with_both_values(field: str) -> None:
-    announced = replace(CONTRACT, **{field: OTHER[field]})
+    other: dict[str, Any] = {field: OTHER[field]}
+    announced = replace(CONTRACT, **other)
     with pytest.raises(EpdError) as refused:
         announced.check(CONTRACT)
     assert refused.value.kind is ErrorKind.CONTRACT_MISMATCH

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -145,9 +147,10 @@ def test_ending_twice_is_caught() -> None:
 
 
 def test_bytes_of_several_leases_are_quarantined_once_and_each_lease_is_freed() -> None:
-    table, freed = LeaseTable(HOLD, CAP), []
+    table = LeaseTable(HOLD, CAP)
+    freed: list[Any] = []
     entry = object()
-    leases = [table.announce("r", 100, lambda n=n: freed.append(n), shared=entry) for n in range(3)]
+    leases = [table.announce("r", 100, partial(freed.append, n), shared=entry) for n in range(3)]
     own = table.announce("r", 7, lambda: freed.append(9))
     for now, lease in enumerate(leases[:2]):
         table.lost(lease, float(now))
@@ -165,12 +168,13 @@ def test_bytes_of_several_leases_are_quarantined_once_and_each_lease_is_freed() 
 
 def test_a_prefix_under_many_lost_leases_is_quarantined_once_block_by_block() -> None:
     """As prefill leases: blocks of a shared prefix, then each request's own."""
-    table, freed = LeaseTable(HOLD, CAP), []
+    table = LeaseTable(HOLD, CAP)
+    freed: list[Any] = []
     leases = []
     for request in range(3):
         lease = table.announce("r", 10, lambda: freed.append("p0"), shared="p0")
         table.extend(lease, 10, lambda: freed.append("p1"), shared="p1")
-        table.extend(lease, 10, lambda r=request: freed.append(r), shared=f"own {request}")
+        table.extend(lease, 10, partial(freed.append, request), shared=f"own {request}")
         leases.append(lease)
     assert [lease.nbytes for lease in leases] == [30] * 3
     for now, lease in enumerate(leases):

@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_BASE: Any = asyncio.SelectorEventLoop
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -21,10 +22,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def _run_once(self) -> None:
-        waiting = [timer.when() for timer in self._scheduled if not timer.cancelled()]
-        if not self._ready and waiting:
+        loop: Any = self  # its inside has no types
+        waiting = [timer.when() for timer in loop._scheduled if not timer.cancelled()]
+        if not loop._ready and waiting:
             self._now = max(self._now, min(waiting))
-        super()._run_once()
+        _BASE._run_once(self)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
