@@ -29,6 +29,7 @@ from gateway.forms import Form
 from gateway.openai import Encoder
 from gateway.openapi import OPENAPI
 from gateway.outcomes import STAGE, ClientGone, beginning, typed
+from gateway.response_encoder import ResponseEncoder
 from gateway.responses import (
     Begun,
     EventStream,
@@ -38,7 +39,6 @@ from gateway.responses import (
     read_body,
     unless_gone,
 )
-from gateway.responses_api import ResponseEncoder
 from gateway.retries import retry_headers
 from gateway.schema import ChatCall
 from gateway.tokens import detokenize, tokenize

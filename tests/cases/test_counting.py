@@ -20,7 +20,7 @@ from epd.transfer.pieces import Piece
 from gateway.completions import CompletionEncoder
 from gateway.fetch.fetcher import Fetcher
 from gateway.openai import Encoder
-from gateway.responses_api import ResponseEncoder
+from gateway.response_encoder import ResponseEncoder
 from gateway.schema import parse_body
 from prefill.ticket import FirstToken
 from protos.epd.v1 import gateway_pb2_grpc

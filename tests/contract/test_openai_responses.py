@@ -13,7 +13,7 @@ import pytest
 from epd.errors import ErrorKind
 from epd.jobs import Stage
 from gateway.answer import Part
-from gateway.responses_api import ResponseEncoder
+from gateway.response_encoder import ResponseEncoder
 from protos.epd.v1 import common_pb2
 from tests.e2e.fake_stages import fail
 from tests.e2e.gateway_house import House, picture
