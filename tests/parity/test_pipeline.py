@@ -110,9 +110,7 @@ def _compare_logprobs(token: Any, expected: torch.Tensor) -> None:
     assert (reported - expected.topk(TOP).values).abs().max() <= TOLERANCE
 
 
-def _ask_all(
-    cluster: Cluster, together: Sequence[Oracle], alone: Sequence[Oracle]
-) -> list[Answer]:
+def _ask_all(cluster: Cluster, together: Sequence[Oracle], alone: Sequence[Oracle]) -> list[Answer]:
     with ThreadPoolExecutor(len(together)) as pool:
         answers = list(pool.map(lambda o: _ask(cluster.grpc_address, o.conversation), together))
     answers += [_ask(cluster.grpc_address, oracle.conversation) for oracle in alone]
