@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from decode.ticket import TokenMade
 from epd.errors import EpdError, ErrorKind
 from epd.handoff import embedding_contract
 from epd.jobs import SampledToken
+from epd.kv.pool import KvPool
+from epd.models.batch import ForwardBatch
 from epd.transfer.arena import page_aligned
 from epd.transfer.checksum import checksum
 from epd.transfer.contract import Handle, Span
@@ -45,11 +49,22 @@ def announced(bench: prefill_bench.Bench, memory: Any) -> Handle:
     return Handle(FakeMemory.peer, embedding_contract(bench.lm.spec, rows, 5), (span,), 1000)
 
 
+class Lagging(FakeEngine):
+    """Each read takes its own time, so that one that was given up may write last."""
+
+    chance = random.Random(0)
+
+    async def _copy(self, pieces: Sequence[Piece], key: Hashable) -> None:
+        await asyncio.sleep(self.chance.choice([0, 0.001, 0.004, 0.06]))
+        await super()._copy(pieces, key)
+
+
 class Prefills:
     """Many requests at one prefill worker."""
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         monkeypatch.setattr(prefill_bench, "FakeLm", KvLm)
+        monkeypatch.setattr(fake_stage, "FakeEngine", Lagging)
         self.bench = prefill_bench.Bench(prefill__chunk_tokens=6, **settings)
         self.chance = random.Random(seed)
         self.memories = {name: embedding(name) for name in "ABCDE"}
@@ -116,14 +131,14 @@ async def test_key_01_key_13_prefill_finds_only_what_is_the_same(
     await many.bench.close()
 
 
-class Lagging(FakeEngine):
-    """Each read takes its own time, so that one that was given up may write last."""
+class Slow(KvLm):
+    """A step goes on when its requests have left, and others have come."""
 
     chance = random.Random(0)
 
-    async def _copy(self, pieces: Sequence[Piece], key: Hashable) -> None:
-        await asyncio.sleep(self.chance.choice([0, 0.001, 0.004, 0.06]))
-        await super()._copy(pieces, key)
+    def forward(self, batch: ForwardBatch, pool: KvPool) -> Tensor:
+        time.sleep(self.chance.choice([0, 0, 0.004, 0.02]))
+        return super().forward(batch, pool)
 
 
 async def decode_one(bench: decode_bench.Bench, prompt: Prompt, chance: random.Random) -> int:
@@ -160,7 +175,7 @@ async def decode_one(bench: decode_bench.Bench, prompt: Prompt, chance: random.R
 async def test_hnd_24_key_01_decode_runs_on_its_own_blocks(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_bench, "FakeLm", KvLm)
+    monkeypatch.setattr(decode_bench, "FakeLm", Slow)
     monkeypatch.setattr(fake_stage, "FakeEngine", Lagging)
     bench, chance = decode_bench.Bench(), random.Random(seed)
     places = asyncio.Semaphore(4)

@@ -40,6 +40,7 @@ class Bench:
         """After the running step and the last read nothing is held."""
         self.lm.gate.set()
         self.memory.engine.gate.set()
+        await self.memory.engine.settled()
         await until(lambda: not self.worker.steps.in_step and self.used == 0)
         await self.worker.shut_down()
         self.worker.check_integrity()

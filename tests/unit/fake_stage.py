@@ -107,6 +107,7 @@ class FakeEngine:
         self.gate = asyncio.Event()
         self.gate.set()
         self._under_way: dict[Hashable, int] = {}
+        self._copies: list[asyncio.Task[None]] = []
         self._then: list[tuple[Hashable, Callable[[], None]]] = []
 
     async def read(
@@ -115,6 +116,7 @@ class FakeEngine:
     ) -> ReadStats:  # fmt: skip
         self._under_way[key] = self._under_way.get(key, 0) + 1
         copying = asyncio.create_task(self._copy(pieces, key))
+        self._copies.append(copying)
         await asyncio.shield(copying)
         return ReadStats(sum(piece.length for piece in pieces), 0.0, 1)
 
@@ -127,6 +129,11 @@ class FakeEngine:
         for entry in due:
             self._then.remove(entry)
             entry[1]()
+
+    async def settled(self) -> None:
+        """Until all reads are over, those that nobody waits for too; raises what was raised
+        where one was reported as over."""
+        await asyncio.gather(*self._copies)
 
     @property
     def readers(self) -> int:

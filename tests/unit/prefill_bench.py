@@ -35,7 +35,7 @@ class Bench:
         self.lm.gate.set()
         self.memory.engine.gate.set()
         await until(lambda: not self.worker.steps.in_step and not self.worker.state()["tickets"])
-        await until(lambda: not self.memory.engine.readers)
+        await self.memory.engine.settled()
         await self.worker.shut_down()
         self.idle()
 
