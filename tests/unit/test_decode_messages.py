@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from decode.service import messages
+from decode.service import DecodeService, messages
 from decode.ticket import Admitted, Event, Finished, KvFetched, ReadsTerminal, TokenMade
 from epd.config import RpcConfig
 from epd.jobs import FinishReason, SampledToken, StageTiming
@@ -54,6 +56,42 @@ def test_a_token_larger_than_a_message_should_be_is_sent_alone() -> None:
     large = [TokenMade(index, SampledToken(index, -1.0, top)) for index in range(3)]
     sent = list(messages(large))
     assert [(m.tokens.first_index, len(m.tokens.tokens)) for m in sent] == [(0, 1), (1, 1), (2, 1)]
+
+
+class Lagging:
+    """A client that takes nothing until it may."""
+
+    def __init__(self) -> None:
+        self.may = asyncio.Event()
+        self.taken: list[Any] = []
+        self.writes = self.most_writes = 0
+
+    async def write(self, message: Any) -> None:
+        self.writes += 1
+        self.most_writes = max(self.most_writes, self.writes)
+        await self.may.wait()
+        self.taken.append(message)
+        self.writes -= 1
+
+    async def read(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_one_message_at_a_time_is_written_however_many_tokens_are_made() -> None:
+    """Else gRPC would keep a message for each of them, for a client that takes none."""
+    client: Any = Lagging()
+    ticket: Any = SimpleNamespace(events=Mailbox[Event]())
+    nobody: Any = None
+    serving = asyncio.create_task(DecodeService(nobody, nobody, 1.0)._serve(ticket, client))
+    for index in range(1, 501):
+        ticket.events.put(made(index))
+        await asyncio.sleep(0)
+    client.may.set()
+    ticket.events.close()
+    await serving
+    assert client.most_writes == 1
+    assert [t.id for m in client.taken for t in m.tokens.tokens] == list(range(101, 601))
+    assert len(client.taken) < 5, "what gathers is sent together"
 
 
 def test_tokens_alone_and_a_last_word() -> None:
