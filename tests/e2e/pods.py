@@ -78,8 +78,9 @@ class Pods:
         paths = {"/etc/epd/epd.toml": str(folder / "epd.toml")}
         paths["/etc/epd/tls"] = str(self._folder / "tls")
         paths |= dict.fromkeys(("/models/checkpoint", "/srv/epd/checkpoint"), str(DEMO_CHECKPOINT))
-        (folder / "epd.toml").write_text(_replaced(part.config, paths | own))
-        environ = {key: _replaced(value, paths | own) for key, value in part.environ.items()}
+        paths |= own
+        (folder / "epd.toml").write_text(_replaced(part.config, paths))
+        environ = {key: _replaced(value, paths) for key, value in part.environ.items()}
         writable = {"TMPDIR": str(folder / "tmp"), "XDG_CACHE_HOME": str(_cache())}
         everything = os.environ | {"PYTHONUNBUFFERED": "1"} | environ | writable | OVERLAY
         log = self._folder / f"{role}-{index}.log"

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ async def test_kubernetes_serves_scales_and_rolls(pods: Pods) -> None:
         assert not ready(gateway), "no stage has a worker"
         await asyncio.to_thread(launched, [encode, prefill, decode])
         for pod in running:
-            await asyncio.to_thread(block_until, lambda pod=pod: ready(pod))
+            await asyncio.to_thread(block_until, partial(ready, pod))
         assert "red" in await asyncio.to_thread(colour, gateway)
         traffic = Traffic([Place(gateway, gateway.node)], ASKED, seed=3)
         await traffic.learn()
