@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +16,7 @@ from encode.images import ImagePreparer
 from epd.config import Config, FetchConfig, TransferConfig
 from epd.errors import EpdError, ErrorKind
 from epd.sandbox import Sandbox, WorkerDied
+from epd.transfer.arena import page_aligned
 from epd.transfer.engine import Engine
 from epd.transfer.pieces import Piece
 from gateway.completions import CompletionEncoder
@@ -22,7 +24,7 @@ from gateway.fetch.fetcher import Fetcher
 from gateway.openai import Encoder
 from gateway.response_encoder import ResponseEncoder
 from gateway.schema import parse_body
-from prefill.ticket import FirstToken
+from prefill.ticket import Admitted, EmbeddingFetched, FirstToken
 from protos.epd.v1 import gateway_pb2_grpc
 from tests.e2e.cluster import ROOT
 from tests.e2e.fake_stages import Call, fail, hang
@@ -30,7 +32,7 @@ from tests.e2e.gateway_house import CHAT, House, ask, raw
 from tests.e2e.http_client import Connection, get, post
 from tests.e2e.peer_process import Memory, PeerProcess
 from tests.unit import decode_bench, prefill_bench, test_encode_worker
-from tests.unit.fake_stage import POISON, prefill_job
+from tests.unit.fake_stage import IMAGE, POISON, prefill_job
 from tests.unit.test_policy_metrics import documented
 from tests.waiting import until
 
@@ -231,6 +233,42 @@ async def decode_and_be_pushed_out() -> None:
     await bench.close()
 
 
+PROMPTS = [[start + n for n in range(20)] for start in (20, 40, 60, 80)]
+"""Four of 5 blocks each, of which the pools of 16 blocks keep three."""
+
+
+async def decode_more_than_is_kept() -> None:
+    bench = decode_bench.Bench()
+    for ids in PROMPTS:
+        ticket = await bench.join(ids, max_tokens=2)
+        await decode_bench.drain(ticket)
+        bench.worker.close(ticket)
+    await bench.close()
+
+
+async def prefill_more_than_is_kept() -> None:
+    bench = prefill_bench.Bench()
+    for ids in PROMPTS:
+        ticket = await bench.worker.submit(prefill_job(ids))
+        await prefill_bench.until_event(ticket, FirstToken)
+        bench.worker.close(ticket, clean=True)
+    await bench.close()
+
+
+async def land_more_than_is_kept() -> None:
+    """Two pictures of 640 kB one after the other in 1 MiB."""
+    rows, bench = 40_000, prefill_bench.Bench(kv__prefill_tokens=1 << 17)
+    for name in "ab":
+        item = prefill_bench.image(rows, name)
+        memory = page_aligned(rows * 16)
+        ticket = await bench.worker.submit(prefill_job([20, *[IMAGE] * rows, 21], items=(item,)))
+        await prefill_bench.until_event(ticket, Admitted)
+        bench.worker.embedding_ready(ticket, 0, prefill_bench.announced(bench, memory, rows=rows))
+        await prefill_bench.until_event(ticket, EmbeddingFetched)
+        bench.worker.close(ticket, clean=True)
+    await bench.close()
+
+
 async def prefill_and_fail_a_step() -> None:
     bench = prefill_bench.Bench()
     for ids in ([20, 21], [20, POISON]):
@@ -277,6 +315,33 @@ async def read_from_a_peer_and_from_nobody() -> None:
     finally:
         await engine.close()
         owner.kill()
+
+
+def evicted() -> Counter[str]:
+    """Entries that gave way, by cache."""
+    found: Counter[str] = Counter()
+    for metric in REGISTRY.collect():
+        for sample in metric.samples:
+            if sample.name == "epd_cache_evictions_total":
+                found[sample.labels["cache"]] += int(sample.value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cache", "fill"),
+    [
+        ("embedding", encode_more_than_is_kept),
+        ("landing", land_more_than_is_kept),
+        ("prefill_prefix", prefill_more_than_is_kept),
+        ("decode_prefix", decode_more_than_is_kept),
+    ],
+)
+async def test_ops_08_each_caches_evictions_are_counted_as_its_own(
+    cache: str, fill: Callable[[], Awaitable[None]]
+) -> None:
+    before = evicted()
+    await fill()
+    assert set(evicted() - before) == {cache}
 
 
 COLOCATED = {"epd_kv_adopted_blocks_total", "epd_transfer_local_bytes_total"}

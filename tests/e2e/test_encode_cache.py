@@ -23,6 +23,9 @@ from tests.e2e.stage_house import IMAGES, ONE, SETTINGS, drain, reference, typed
 from tests.e2e.stage_processes import Stages
 
 
+EVICTIONS = "epd_cache_evictions_total"
+
+
 def counter(text: str, name: str, **labels: str) -> float:
     """Sum of a metric's samples that have these labels."""
     wanted = [f'{label}="{value}"' for label, value in labels.items()]
@@ -151,18 +154,23 @@ async def test_a_bad_picture_leaves_no_entry(stages: Stages, planner: Planner) -
 async def test_more_pictures_than_fit_give_way_and_come_again(
     stages: Stages, planner: Planner
 ) -> None:
-    """The arena of 1 MiB holds a part of these; all answers stay right."""
-    client = Client(stages)
+    """The arena of 1 MiB holds 64 of these 68; all answers stay right. The second turn is
+    another tenant's for prefill, which therefore wants all rows again."""
+    client, encode = Client(stages), stages.processes["encode"]
     random = np.random.default_rng(1)
-    shape = (40, 72, 3)
-    pictures = [Image.fromarray(random.integers(0, 255, shape, np.uint8)) for _ in range(4)]
+    shape = (128, 128, 3)  # the largest that this processor takes: 64 rows of 256 bytes
+    pictures = [Image.fromarray(random.integers(0, 255, shape, np.uint8)) for _ in range(68)]
     requests = [planner.request(ONE, [one]) for one in pictures]
+    expected = [reference(planner, ONE, [one]) for one in pictures]
+    before = encode.get("/metrics").decode()
     for turn in range(2):
-        answers = await asyncio.gather(
-            *(client.run(replace(request, nonce=turn + 1)) for request in requests)
-        )
-        for answer, one in zip(answers, pictures, strict=True):
-            assert answer.ids == reference(planner, ONE, [one])
+        tenant = [replace(one, nonce=turn + 1, salt=bytes([turn])) for one in requests]
+        answers = await asyncio.gather(*map(client.run, tenant))
+        assert [answer.ids for answer in answers] == expected
+    after = encode.get("/metrics").decode()
+    given_way = counter(after, EVICTIONS, cache="embedding")
+    assert given_way > counter(before, EVICTIONS, cache="embedding")
+    assert encoded(after) - encoded(before) > len(pictures), "some came again"
     await client.close()
     assert stages.idle() == {}
 
