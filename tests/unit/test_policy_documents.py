@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+import importlib
 import re
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -57,6 +60,76 @@ def test_commands_and_flags_in_the_documents_exist() -> None:
             assert flags <= known, f"{path.name}: epd {line}: {flags - known}"
             seen += 1
     assert seen > 10
+
+
+class _Parsed(Exception):
+    """The arguments of a script were taken; nothing of it may run."""
+
+
+_SCRIPT = re.compile(r"python -m (bench\.[a-z_.]*[a-z_])(.*)")
+
+
+def _scripts(text: str) -> list[tuple[str, str]]:
+    """(module, arguments) of the scripts in `bench` that a text tells people to run: as code,
+    as lines, as a docstring's usage, which goes on in lines that begin with a bracket."""
+    joined = re.sub(r"\\\n|\n +(?=\[)", " ", text)
+    return [
+        (name, re.split(r"`|#| \| ", rest)[0].strip()) for name, rest in _SCRIPT.findall(joined)
+    ]
+
+
+def _arguments(written: str) -> list[str]:
+    """As they could be typed: what is optional is given, what is left out (...) is left out."""
+    plain = re.sub(r"--[\w-]+ \.\.\.", "", written).replace(",...,", ",").replace("...", "")
+    return shlex.split(re.sub(r"[\[\]]", " ", plain))
+
+
+USAGES = [*DOCUMENTS, ROOT / "Makefile", *tracked("bench/*.py")]
+
+
+@pytest.mark.parametrize("path", USAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_scripts_of_bench_take_the_arguments_that_are_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse = argparse.ArgumentParser.parse_args
+    check_value: Any = argparse.ArgumentParser._check_value  # type: ignore[attr-defined]
+
+    def parse_only(parser: argparse.ArgumentParser) -> None:
+        parse(parser)
+        raise _Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+
+    def check(parser: argparse.ArgumentParser, action: argparse.Action, value: object) -> None:
+        if not str(value).isupper():  # SCENARIO stands for one of them
+            check_value(parser, action, value)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "_check_value", check)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    for name, written in _scripts(path.read_text()):
+        script = importlib.import_module(name)
+        if not hasattr(script, "argparse"):  # takes words as they come, or none
+            continue
+        monkeypatch.setattr("sys.argv", [name, *_arguments(written)])
+        try:
+            script.main()
+        except _Parsed:
+            continue
+        except SystemExit:
+            pytest.fail(f"{path.name}: python -m {name} {written}: no such arguments")
+
+
+def test_scripts_of_bench_are_found_in_texts() -> None:
+    told = "`python -m bench.a` \n    python -m bench.b.c X [--n 1]\n        [--s 1,...,9]  # why\n"
+    assert _scripts(told) == [("bench.a", ""), ("bench.b.c", "X [--n 1] [--s 1,...,9]")]
+    assert _arguments("X [--s 1,...,9] --vllm ... [--set a=b ...]") == [
+        "X",
+        "--s",
+        "1,9",
+        "--set",
+        "a=b",
+    ]
+    assert sum(len(_scripts(path.read_text())) for path in USAGES) > 30
 
 
 def _keys() -> set[str]:
