@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 from functools import partial
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from epd.bench.stage.case import Case, cells, interleave, row
 from epd.bench.stage.peer import FINGERPRINT, Memory, content
 from epd.bench.stage.raw_socket import receiver
-from epd.bench.stage.run import hand_off
+from epd.bench.stage.run import PARTS, hand_off
 from epd.bench.stage.transfer import NBYTES, SPAN, pulling
 from epd.cli import app
 from epd.errors import EpdError, ErrorKind
@@ -86,8 +87,11 @@ def test_the_command_runs_every_part(tmp_path: Path) -> None:
     out = tmp_path / "stage.json"
     arguments = ["bench", "stage", str(DEMO), "--rounds", "1", "--side", "56", "--chunk", "32"]
     arguments += ["--kernels-off", "--int8"]
-    result = CliRunner().invoke(app, [*arguments, "--only", "compute,handoff", "--json", str(out)])
+    result = CliRunner().invoke(app, [*arguments, "--json", str(out)])
     assert result.exit_code == 0, result.output
+    assert set(PARTS) < set(json.loads(out.read_text()))
+    for part in PARTS:
+        assert f"\n{part}: 1 rounds, 1 threads\n" in result.output
     assert "of GEMM" in result.output
     assert "hand-off:" in result.output
     assert '"decode 8"' in out.read_text()
