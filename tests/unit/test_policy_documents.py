@@ -92,7 +92,7 @@ def test_scripts_of_bench_take_the_arguments_that_are_written(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parse = argparse.ArgumentParser.parse_args
-    check_value: Any = argparse.ArgumentParser._check_value  # type: ignore[attr-defined]
+    check_value: Any = argparse.ArgumentParser._check_value
 
     def parse_only(parser: argparse.ArgumentParser) -> None:
         parse(parser)
