@@ -11,6 +11,8 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 # cpu, cuda or cuda13: the Mooncake wheel. Exactly one.
 EXTRA  ?= cpu
+# The same for `make gpu-check` on a machine with a CUDA device; empty: what torch was built for.
+GPU_EXTRA ?=
 PYTEST_ARGS ?=
 # Processes of the tests that don't start services; each runs whole files.
 # (nproc would take OMP_NUM_THREADS for the number of cores.)
@@ -85,6 +87,7 @@ storm: $(READY) ## what clients that cancel cost those that stay: throughput wit
 	$(BIN)/python -m tests.chaos.storm $(STORM_ARGS)
 
 gpu-check: $(READY) ## what only a CUDA device shows (docs/gpu.md); without one: not run, exit code 3
+	$(BIN)/python -m deploy.mooncake_build --extra "$(GPU_EXTRA)"
 	$(BIN)/python -m bench.gpu_check
 
 triton: $(READY) ## the GPU's attention kernel on the CPU, by Triton's interpreter (brings 290 MB along)

@@ -9,8 +9,8 @@
    bfloat16, with and without CUDA graphs, beside one pass over as many bytes as the step
    has to read. Interleaved, medians.
 
-The result is a page of Markdown. Without a CUDA device it says so and ends with code 3;
-with code 1 where a test failed.
+The result is a page of Markdown, written part by part. Without a CUDA device it says so and ends
+with code 3; with code 1 where a test or a part failed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,21 +71,42 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device: not run")
         return NO_DEVICE
-    started = time.monotonic()
-    passed, report = _tests()
-    lines = [*_machine(), *report, *_decode(args.checkpoint)]
-    lines.append(f"\n{time.monotonic() - started:.0f} s in all.")
-    args.out.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
-    return 0 if passed else 1
+    parts = {
+        "Machine": _machine,
+        "Tests": _tests,
+        "Decode and the bandwidth floor": lambda: _decode(args.checkpoint),
+    }
+    return 0 if report(args.out, parts) else 1
 
 
-def _machine() -> list[str]:
+Part = Callable[[], tuple[bool, list[str]]]
+"""(whether all is well, lines of Markdown)."""
+
+
+def report(out: Path, parts: Mapping[str, Part]) -> bool:
+    """Whether all parts went well. What one has found is in the file before the next begins: a
+    part that raises has failed, one that ends the process is left as `not ended`."""
+    passed, text = True, f"# GPU check, {time.strftime('%Y-%m-%d')}\n"
+    for title, part in parts.items():
+        out.write_text(f"{text}\n## {title}\n\nnot ended\n")
+        began = time.monotonic()
+        try:
+            well, lines = part()
+        except Exception:  # whatever it is, the others' results are worth having
+            well, lines = False, ["**failed**", "", "```", traceback.format_exc().strip(), "```"]
+        passed &= well
+        told = "\n".join([f"\n## {title}", "", *lines, f"\n{time.monotonic() - began:.0f} s"])
+        print(told, flush=True)
+        text += f"{told}\n"
+        out.write_text(text)
+    return passed
+
+
+def _machine() -> tuple[bool, list[str]]:
     found = torch.cuda.get_device_properties(0)
-    return [
-        f"# GPU check, {time.strftime('%Y-%m-%d')}",
-        f"\n{found.name}, {found.total_memory >> 30} GiB; torch {torch.__version__}, "
-        f"CUDA {torch.version.cuda}, driver as installed",
+    return True, [
+        f"{found.name}, {found.total_memory >> 30} GiB; torch {torch.__version__}, "
+        f"CUDA {torch.version.cuda}, driver as installed"
     ]
 
 
@@ -96,15 +118,15 @@ def _tests() -> tuple[bool, list[str]]:
             command, cwd=ROOT, capture_output=True, text=True, timeout=TEST_LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return False, ["\n## Tests", f"\nnot done within {TEST_LIMIT_S} s"]
+        return False, [f"**failed**: not done within {TEST_LIMIT_S} s"]
     lines = done.stdout.splitlines()
     kinds = ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL")
     told = [line for line in lines if line.startswith(kinds)]
     last = lines[-1] if lines else done.stderr.strip()[-500:]
-    return done.returncode == 0, ["\n## Tests", f"\n{last}\n", *[f"- {line}" for line in told]]
+    return done.returncode == 0, [f"{last}\n", *[f"- {line}" for line in told]]
 
 
-def _decode(checkpoint: Path | None) -> list[str]:
+def _decode(checkpoint: Path | None) -> tuple[bool, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         path = checkpoint or _built(Path(folder) / "checkpoint")
         cases = _cases(path)
@@ -114,7 +136,7 @@ def _decode(checkpoint: Path | None) -> list[str]:
         for _ in range(ROUNDS):
             for case in random.sample(cases, len(cases)):
                 case.once()
-    return ["\n## Decode and the bandwidth floor", "", *_table(cases)]
+    return True, _table(cases)
 
 
 def _built(path: Path) -> Path:

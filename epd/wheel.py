@@ -26,6 +26,11 @@ _CUDA_MAJORS = {"cpu": None, "cuda": 12, "cuda13": 13}
 _BY_CUDA_MAJOR = {major: extra for extra, major in _CUDA_MAJORS.items()}
 
 
+def extra_for(cuda_major: int | None) -> str:
+    """Our extra for a torch of this CUDA version; empty: Mooncake has no build for it."""
+    return _BY_CUDA_MAJOR.get(cuda_major, "")
+
+
 def installed_wheels() -> dict[str, str]:
     """Mooncake distributions in this environment with their versions."""
     found = {}
