@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu_check import report
+from bench.gpu_check import Part, report
 from deploy import mooncake_build
 
 CPU, CUDA = "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"
@@ -37,7 +37,7 @@ def test_a_part_that_raises_has_failed_and_the_others_stay(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("well", [True, False])
 def test_the_report_says_whether_all_went_well(tmp_path: Path, well: bool) -> None:
-    parts = {"Tests": lambda: (well, []), "Decode": lambda: (True, [])}
+    parts: dict[str, Part] = {"Tests": lambda: (well, []), "Decode": lambda: (True, [])}
     assert report(tmp_path / "gpu-check.md", parts) is well
 
 
