@@ -182,6 +182,7 @@ def main() -> None:
         found = asyncio.run(ttft)
         idle = measure_idle(server)
         cpu = asyncio.run(measure_streams(server, addresses["http"]))
+        cores = {"gateway": server.cpu_affinity(), "others": sorted(os.sched_getaffinity(0))}
     rows = [row for kind in found for row in kind.rows()]
     rows += [[f"CPU a token, {n} streams", f"{s * 1e3:.3f} ms", ""] for n, s in cpu.items()]
     rows.append(["CPU a second, idle", _ms(idle), ""])
@@ -196,7 +197,7 @@ def main() -> None:
             }
             for kind in found
         }
-        figures = {"ttft_s": times, "cpu_s_per_token": cpu, "idle_cpu": idle}
+        figures = {"ttft_s": times, "cpu_s_per_token": cpu, "idle_cpu": idle, "cores": cores}
         given.json.write_text(json.dumps(figures, indent=1))
 
 
