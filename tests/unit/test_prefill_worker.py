@@ -259,3 +259,19 @@ async def test_what_can_never_run_is_refused(
     with pytest.raises(EpdError) as caught:
         await bench.worker.submit(prefill_job(**change))
     assert caught.value.kind is kind
+
+
+async def test_what_waits_for_a_lost_readers_blocks_gets_them_by_the_clock_alone() -> None:
+    """Nothing else happens at this worker: no other request comes, none ends."""
+    bench = Bench(prefill__prefix_cache=False)
+    lost = await bench.worker.submit(prefill_job([20] * 60))
+    await until_event(lost, FirstToken)
+    bench.worker.close(lost, clean=False)
+    waiting = await bench.worker.submit(prefill_job([21] * 60))
+    await a_moment()
+    assert not waiting.admitted
+    bench.memory.now += 10
+    bench.worker.tick()
+    assert (await until_event(waiting, FirstToken))[-1].token.id == 22
+    bench.worker.close(waiting, clean=True)
+    await bench.close()
