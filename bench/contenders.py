@@ -59,7 +59,7 @@ def epd_unpinned(checkpoint: Path, out: Path, settings: Sequence[str]) -> Start:
     doesn't need is another's."""
     cores = os.cpu_count()
     how = ", ".join([f"three processes on all {cores} cores, one thread each", *settings])
-    name = ", ".join(["epd split unpinned", *(s.rpartition(".")[2] for s in settings)])
+    name = ", ".join(["epd split unpinned", *settings])
     return lambda: _epd(name, checkpoint, ("model.threads=1", *settings), (), how, out)
 
 
