@@ -126,8 +126,10 @@ class Child:
             self.process.collect()
 
     def why(self) -> str:
-        """How it ended, and the last line that it printed."""
+        """How it ended, and the last line that it printed, where that can be the reason."""
         code = self.process.returncode if self.process else None
+        if code == -signal.SIGKILL:  # it could say nothing
+            return f"{self.name} (SIGKILL): killed from outside, perhaps for want of memory"
         end = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         last = self.tail[-1] if self.tail else "it printed nothing"
         last = last.removeprefix(f"epd {self.role}: ")

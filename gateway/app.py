@@ -104,7 +104,7 @@ def _add_models(app: FastAPI, service: ChatService, fingerprint: str) -> None:
             "owned_by": "epd",
             "max_model_len": service.preparer.max_context,
             "fingerprint": fingerprint,
-            "input_modalities": ["text", "image"],
+            "input_modalities": service.input_modalities,
             "output_modalities": ["text"],
         }
 
@@ -163,9 +163,7 @@ def why_not_ready(service: ChatService) -> str:
     if service.draining:
         return "draining"
     registry = service.pipeline.stages.registry
-    serve = service.config.serve
-    text_only = serve.encode == 0 and not serve.stages
-    needed = [stage for stage in Stage if not (text_only and stage is Stage.ENCODE)]
+    needed = [stage for stage in Stage if stage is not Stage.ENCODE or service.takes_images]
     missing = [str(stage) for stage in needed if not registry.live(stage)]
     return f"no worker of: {', '.join(missing)}" if missing else ""
 

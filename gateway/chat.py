@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from tokenizers import Tokenizer
 
 from epd.config import Config
-from epd.errors import EpdError, ErrorKind
+from epd.errors import EpdError, ErrorKind, invalid
+from epd.jobs import Stage
 from epd.text.output import OutputText
 from epd.text.vocabulary import Vocabulary
 from gateway.answer import Answer
@@ -77,6 +78,7 @@ class ChatService:
         self, call: ChatCall, request_id: str, hold: Hold, deadline_s: float | None
     ) -> Answer:
         self.check_model(call.model)
+        self._check_images(call)
         timeline = Timeline()
         longest = self.config.limits.request_deadline_s
         allowed = longest if deadline_s is None else min(deadline_s, longest)
@@ -148,6 +150,23 @@ class ChatService:
         if name not in ("", self.model):
             reason = f"the model {name!r} is not served here; it is {self.model!r}"
             raise EpdError(ErrorKind.MODEL_NOT_FOUND, reason, param="model")
+
+    @property
+    def takes_images(self) -> bool:
+        """Not where the service was started for text alone (``epd serve --encode 0``), unless
+        an encoder has joined it all the same."""
+        serve = self.config.serve
+        text_only = serve.encode == 0 and not serve.stages
+        return not text_only or bool(self.pipeline.stages.registry.live(Stage.ENCODE))
+
+    @property
+    def input_modalities(self) -> list[str]:
+        return ["text", "image"] if self.takes_images else ["text"]
+
+    def _check_images(self, call: ChatCall) -> None:
+        images = call.conversation.images
+        if images and not self.takes_images:
+            raise invalid("this service is for text alone: it has no encoders", images[0].param)
 
     def _check_room(self) -> None:
         if self.draining:

@@ -98,7 +98,7 @@ class GatewayService(pb_grpc.GatewayServicer):
             id=self._service.model,
             max_context=self._service.preparer.max_context,
             fingerprint=self._fingerprint,
-            input_modalities=["text", "image"],
+            input_modalities=self._service.input_modalities,
         )
         return pb.ListModelsResponse(models=[model])
 

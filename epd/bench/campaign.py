@@ -108,7 +108,12 @@ async def _first_model(target: Target, session: aiohttp.ClientSession, api_key: 
         reason = f"its list of models did not come within {_CALIBRATION_TIMEOUT_S:g} s"
         raise _unusable(target, reason) from error
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
-        raise _unusable(target, f"its list of models can't be read: {error!r}") from error
+        raise _unusable(target, f"its list of models can't be read: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """In aiohttp's words; Python's own mean nothing without their class."""
+    return str(error) if isinstance(error, aiohttp.ClientError) else repr(error)
 
 
 async def calibrate(target: Target) -> Words:

@@ -45,11 +45,22 @@ async def test_without_encoders_on_purpose_text_is_served(loaded: Loaded) -> Non
             await house.add(stage)
         assert (await get(house.http, "/ready")).status == 200
         assert (await house.chat()).status == 200
-        reply = await house.chat(images=1)
-        assert (reply.status, reply.json()["error"]["code"]) == (503, "stage_unavailable")
+        assert await modalities(house) == ["text"]
+        reply = await house.chat(images=1)  # no 503: to come again would not help
+        error = reply.json()["error"]
+        assert (reply.status, error["param"]) == (400, "messages[0].content[0].image_url.url")
+        assert "text alone" in error["message"]
+        await house.add(Stage.ENCODE)  # all the same
+        assert await modalities(house) == ["text", "image"]
+        assert (await house.chat(images=1)).status == 200
         await house.settled()
     finally:
         await house.close()
+
+
+async def modalities(house: House) -> list[str]:
+    model: dict[str, list[str]] = (await get(house.http, "/v1/models")).json()["data"][0]
+    return model["input_modalities"]
 
 
 async def test_a_decode_that_is_full_is_429(house: House) -> None:

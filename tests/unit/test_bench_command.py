@@ -170,6 +170,15 @@ def test_what_a_server_says_of_its_models_is_passed_on() -> None:
     assert "no valid API key" in result.output
 
 
+def test_where_nobody_listens_it_is_said_in_words() -> None:
+    with answering(b"") as url:
+        pass
+    result = CliRunner().invoke(app, ["bench", "--target", f"one={url}"])
+    assert result.exit_code == 1
+    assert "Cannot connect to host 127.0.0.1" in result.output
+    assert "ConnectionKey" not in result.output
+
+
 def test_a_server_that_lists_no_models_is_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -257,7 +257,7 @@ async def test_without_restart_a_dead_worker_stays_dead(
     serving = asyncio.create_task(supervisor.serve())
     await until(lambda: "Ctrl-C stops" in capsys.readouterr().out)
     os.kill(supervisor.workers[0].report["pid"], signal.SIGKILL)
-    await until(lambda: "ended: encode-0 (SIGKILL)" in capsys.readouterr().err)
+    await until(lambda: "ended: encode-0 (SIGKILL): killed from outside" in capsys.readouterr().err)
     assert not supervisor.workers[0].running
     supervisor.stop()
     assert await serving == 0
