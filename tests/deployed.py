@@ -6,6 +6,8 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -34,11 +36,20 @@ class Part:
 
 
 def documents(folder: str = ".") -> Iterator[dict[str, Any]]:
-    """Every Kubernetes object in a folder of deploy/kubernetes, as written."""
+    """Every Kubernetes object in a folder of deploy/kubernetes, as written; all see the same
+    ones, so nobody may change them."""
     for path in sorted((KUBERNETES / folder).rglob("*.yaml")):
-        for document in yaml.safe_load_all(path.read_text()):
-            if "apiVersion" in document and not document["apiVersion"].startswith("kustomize"):
-                yield document
+        yield from _documents_in(path)
+
+
+@cache
+def _documents_in(path: Path) -> tuple[dict[str, Any], ...]:
+    """Read once: every question about a pod comes here, and parsing YAML is slow."""
+    return tuple(
+        document
+        for document in yaml.safe_load_all(path.read_text())
+        if "apiVersion" in document and not document["apiVersion"].startswith("kustomize")
+    )
 
 
 def objects(kind: str, folder: str = "base") -> dict[str, dict[str, Any]]:

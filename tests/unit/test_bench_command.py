@@ -171,9 +171,10 @@ def test_what_a_server_says_of_its_models_is_passed_on() -> None:
 
 
 def test_where_nobody_listens_it_is_said_in_words() -> None:
-    with answering(b"") as url:
-        pass
-    result = CliRunner().invoke(app, ["bench", "--target", f"one={url}"])
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))  # and never listens
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}/v1"
+        result = CliRunner().invoke(app, ["bench", "--target", f"one={url}"])
     assert result.exit_code == 1
     assert "Cannot connect to host 127.0.0.1" in result.output
     assert "ConnectionKey" not in result.output
