@@ -4,15 +4,16 @@
                             [--transformers VENV] [--llama BINARY,MODEL,MMPROJ]
                             [--openvino VENV,MODEL]
                             [--colocated SETTING,SETTING]... [--unpinned [SETTING,SETTING]]...
+                            [--turns [SETTING,SETTING]]...
                             [--no-split] [--no-interference] [--only SCENARIO]...
 
 Starts every server, then goes round after round through the scenarios of
 `bench.scenarios`, each server in turn, until the time is over; the first round is dropped.
 Then the interference of image prompts with running decodes. `--colocated` adds an `epd` in
 one process with other settings, e.g. prefill.step_ms=1000; `--unpinned` one of three processes
-that share all cores; `--only "8 clients, image"` leaves other scenarios out. Writes
-OUT/compare.json with every request and OUT/compare.md. How to install the rivals:
-bench/peers/README.md.
+that share all cores, `--turns` one of three that take turns on them; `--only "8 clients, image"`
+leaves other scenarios out. Writes OUT/compare.json with every request and OUT/compare.md. How to
+install the rivals: bench/peers/README.md.
 
 Servers that are not being measured idle; what other processes used is in the tables.
 """
@@ -36,6 +37,7 @@ from bench.contenders import (
     Start,
     all_running,
     connected,
+    epd_in_turns,
     epd_split,
     epd_unpinned,
     epd_with,
@@ -268,15 +270,19 @@ def _starts(given: argparse.Namespace) -> list[Start]:
         starts.append(epd_split(checkpoint, given.out))
     for text in given.unpinned:
         starts.append(epd_unpinned(checkpoint, given.out, text.split(",") if text else ()))
+    for text in given.turns:
+        own = text.split(",") if text else ()
+        starts.append(epd_in_turns(checkpoint, threads, given.out, own))
     return [*starts, *rivals(given, given.out)]
 
 
 def _arguments() -> argparse.Namespace:
     parser = contest(__doc__, minutes=18.0)
     parser.add_argument("--colocated", action="append", default=[], metavar="SETTING,SETTING")
-    parser.add_argument(
-        "--unpinned", action="append", default=[], nargs="?", const="", metavar="SETTING,SETTING"
-    )
+    for flag in ("--unpinned", "--turns"):
+        parser.add_argument(
+            flag, action="append", default=[], nargs="?", const="", metavar="SETTING,SETTING"
+        )
     parser.add_argument("--no-split", action="store_true")
     parser.add_argument("--no-interference", action="store_true")
     names = [scenario.name for scenario in SCENARIOS]

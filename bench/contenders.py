@@ -63,6 +63,14 @@ def epd_unpinned(checkpoint: Path, out: Path, settings: Sequence[str]) -> Start:
     return lambda: _epd(name, checkpoint, ("model.threads=1", *settings), (), how, out)
 
 
+def epd_in_turns(checkpoint: Path, threads: int, out: Path, settings: Sequence[str]) -> Start:
+    """Each stage a process with a thread for every core; their forwards take turns."""
+    how = f"three processes that take turns, {threads} threads each"
+    name = ", ".join(["epd split, turns", *(s.rpartition(".")[2] for s in settings)])
+    settings = ("serve.turns=true", f"model.threads={threads}", *settings)
+    return lambda: _epd(name, checkpoint, settings, (), ", ".join([how, *settings[2:]]), out)
+
+
 def epd_monolithic(checkpoint: Path, threads: int, out: Path, step_ms: float) -> Start:
     """All stages in one process, with this chunk budget."""
     name = f"epd monolithic, {step_ms:g} ms"

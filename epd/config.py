@@ -342,6 +342,9 @@ class WorkerConfig(_Section):
     """Work without a step for this long ends the process, so that another starts and its
     requests go elsewhere; 0: never. No forward may take so long: an image may, on a CPU. The
     same of an event loop that stands still, the gateway's too."""
+    turns_file: str = ""
+    """Stage processes of one host that name one file here take turns: each forward has all
+    of its threads' cores to itself. For processes that share cores; "": no turns."""
     metrics_host: str = ""
     """Where `metrics_port` listens: plain HTTP with counts, no contents; "": `host`."""
     metrics_port: int = Field(0, ge=-1, le=65535)
@@ -357,6 +360,9 @@ class ServeConfig(_Section):
     stages: tuple[str, ...] = ()
     """Processes by the stages that they host, in place of the three counts, e.g.
     ("encode", "prefill+decode", "decode")."""
+    turns: bool = False
+    """The stage processes take turns on the cores (`worker.turns_file`, made and removed
+    here). With `model.threads` as many as there are cores."""
     start_timeout_s: float = Field(180.0, gt=0)
     """A process that isn't ready after this long has failed to start."""
     restart: bool = True

@@ -18,7 +18,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from epd import preflight
@@ -49,6 +49,7 @@ class Supervisor:
             Child(role, index, _own_ports(config.worker, place))
             for place, (role, index) in enumerate(planned(config.serve))
         ]
+        self._turns = _share_turns(self.workers) if _shares_turns(config) else None
         self._environ = child_environment(config, os.environ)
         self._forks = ForkServer(self._environ, preloaded_model(config))
         self._stopping = asyncio.Event()
@@ -74,6 +75,8 @@ class Supervisor:
             return 1
         finally:
             self._forks.close()
+            if self._turns is not None:
+                os.close(self._turns)
         return 0 if await self._stop_all() else 1
 
     async def _start_all(self) -> None:
@@ -226,6 +229,19 @@ def planned(config: ServeConfig) -> list[tuple[str, int]]:
 def _own_ports(worker: WorkerConfig, place: int) -> dict[str, str]:
     """Settings of the worker at `place`."""
     return {key: str(port) for key, _, port in preflight.worker_ports(worker, place)}
+
+
+def _shares_turns(config: Config) -> bool:
+    """Whether `epd serve` makes the file of `worker.turns_file`: asked to, and none is named."""
+    return config.serve.turns and not config.worker.turns_file
+
+
+def _share_turns(workers: Sequence[Child]) -> int:
+    """A file for their turns that ends with this process, whose descriptor is returned."""
+    file = os.memfd_create("epd-turns")
+    for worker in workers:
+        worker.settings["worker.turns_file"] = f"/proc/{os.getpid()}/fd/{file}"
+    return file
 
 
 def _as_served(config: Config) -> Config:

@@ -29,8 +29,10 @@ _CLOSE_S = 2.0
 _PATIENCE = 4
 """Wall time allowed, in CPU limits: the machine may be busy, but a process that waits for
 something for ever must end as well."""
-_LOAD_S = 120.0
-"""For a process's first request, before which it loads the checkpoint."""
+LOAD_S = 600.0
+"""For a process's first request, before which it loads the checkpoint: from a cold disk that
+others read, too, that took more than two minutes. Who started the gateway has a limit of its
+own (`serve.start_timeout_s`)."""
 
 
 class NotBegun(Exception):
@@ -123,7 +125,7 @@ class _Life(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._since = 0.0
         """When it began with the first of `asked`."""
-        self._patience = _LOAD_S
+        self._patience = LOAD_S
         """Wall time for the first of `asked`."""
         self._late = False
         self._alarm: asyncio.TimerHandle | None = None

@@ -17,13 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from epd.config import GatewayConfig, ModelConfig
-from epd.errors import invalid
+from epd.errors import EpdError, ErrorKind, invalid
 from epd.text.messages import ChatMessage, ImageSize, Tool
 from epd.text.prompt import PromptBuilder, PromptPlan
 from epd.turns import Turns
 from gateway import prompt_process as wire
 from gateway.checkpoint import Facts
-from gateway.prompt_lives import NotBegun, PromptProcess, TooLong
+from gateway.prompt_lives import LOAD_S, NotBegun, PromptProcess, TooLong
 
 _AT_HAND = 2
 """Requests that a process has: one that it works on, one that it finds when that is done."""
@@ -64,10 +64,15 @@ class PromptPool:
         """Load the checkpoint in every process; says what they found.
 
         Raises:
-            EpdError: the checkpoint can't be used, or a process died of it.
+            EpdError: the checkpoint can't be used, or a process died of it; STAGE_UNAVAILABLE,
+                it takes too long.
         """
         asked = [process.ask(wire.FACTS_REQUEST, _nothing) for process in self._processes]
-        found = [wire.facts_of(reply) for reply in await asyncio.gather(*asked)]
+        try:
+            found = [wire.facts_of(reply) for reply in await asyncio.gather(*asked)]
+        except TooLong:
+            reason = f"loading the tokenizer and processor took more than {LOAD_S:g} s"
+            raise EpdError(ErrorKind.STAGE_UNAVAILABLE, reason) from None
         return found[0] if found else None
 
     async def build(

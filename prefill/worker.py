@@ -236,7 +236,8 @@ class PrefillWorker(LmWorker[Ticket]):
         """Whether a step holds up nobody: one request is here, and no answer runs. Pictures
         that are encoded in this process are that request's: it was told what it lacks."""
         requests = self._scheduler.running + self._scheduler.waiting
-        return requests < 2 and not self.steps.busy(Stage.DECODE)
+        elsewhere = self.steps.contended
+        return requests < 2 and not self.steps.busy(Stage.DECODE) and not elsewhere
 
     async def _step(self) -> bool:
         self._admit()

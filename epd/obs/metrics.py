@@ -65,6 +65,14 @@ STEP_SIZE = _histogram(
     "epd_step_size", "Work in one step: images, or tokens", "stage", buckets=_SIZES
 )
 STEP_FAILURES = _counter("epd_step_failures", "Steps that raised", "stage")
+TURN_WAIT_SECONDS = _counter(
+    "epd_turn_wait_seconds", "Waited for other processes' forwards (worker.turns_file)", "stage"
+)
+TURN_OVERRUNS = _counter(
+    "epd_turn_overruns",
+    "Forwards beside another process's, which kept its turn for too long (worker.turns_file)",
+    "stage",
+)
 PREEMPTIONS = _counter("epd_preemptions", "Sequences pushed out for want of blocks", "stage")
 TOKENS = _counter("epd_tokens", "Tokens computed (prefill) or generated (decode)", "stage")
 IMAGES = _counter("epd_images", "Images encoded", "stage")

@@ -15,6 +15,7 @@ from epd.config import Config
 from epd.errors import invalid
 from epd.jobs import Stage
 from epd.models.spec import read_spec
+from epd.runtime.core_turns import CoreTurns
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.steps import EngineThread
 
@@ -29,7 +30,8 @@ class Resources:
     def __init__(self, config: Config, stages: Sequence[Stage]) -> None:
         self.config = config
         self.stages = tuple(stages)
-        self.thread = EngineThread("+".join(self.stages))
+        name, file = "+".join(self.stages), config.worker.turns_file
+        self.thread = EngineThread(name, CoreTurns(file, name) if file else None)
 
     @cached_property
     def memory(self) -> OwnedMemory:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 from epd.obs import metrics
+from epd.runtime.core_turns import CoreTurns
 from epd.transfer.faults import from_environment
 
 Result = TypeVar("Result")
@@ -25,10 +27,11 @@ class EngineThread:
 
     Steps of several loops run first come, first served, and a loop has one step in it at
     most: stages that have work take turns. What one frees (blocks, say) another may wait
-    for, so a poke wakes all loops.
+    for, so a poke wakes all loops. With `turns` the thread also waits for other processes'
+    steps.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, turns: CoreTurns | None = None) -> None:
         self.executor = ThreadPoolExecutor(
             1, thread_name_prefix=f"{name}-engine", initializer=_use_threads
         )
@@ -36,11 +39,17 @@ class EngineThread:
         """When a part of a step was done last."""
         self._loops: list[StepLoop] = []
         self._waiting: set[object] = set()
+        self._turns = turns
 
     @property
     def wanted(self) -> bool:
-        """Whether another step waits for the thread."""
-        return bool(self._waiting)
+        """Whether another step waits for the running one's end. Called in the thread."""
+        return bool(self._waiting) or (self._turns is not None and self._turns.wanted)
+
+    @property
+    def contended(self) -> bool:
+        """Whether another process waited for the last step's end, or this one for its."""
+        return self._turns is not None and self._turns.contended
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Run something behind all that waits already; raises what it raises."""
@@ -48,13 +57,32 @@ class EngineThread:
 
         def begun() -> Result:
             self._waiting.discard(turn)
-            return work()
+            with self._turn():
+                return work()
 
         self._waiting.add(turn)
         try:
             return await asyncio.get_running_loop().run_in_executor(self.executor, begun)
         finally:
             self._waiting.discard(turn)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if self._turns is None:
+            yield
+            return
+        self._turns.take()
+        self.advance()  # waiting for another process is no stall of this one
+        try:
+            yield
+        finally:
+            self._turns.give()
+
+    def shut_down(self) -> None:
+        """Wait for the running step; after it none runs. May be called again."""
+        self.executor.shutdown(True)
+        if self._turns is not None:
+            self._turns.close()
 
     def join(self, loop: StepLoop) -> None:
         """Its steps run here from now on."""
@@ -175,8 +203,13 @@ class StepLoop:
 
     @property
     def wanted(self) -> bool:
-        """Whether another stage's step waits for the engine thread."""
+        """Whether another step waits for the running one's end. Called in the thread."""
         return self._thread.wanted
+
+    @property
+    def contended(self) -> bool:
+        """Whether another process waited for the last step's end, or this one for its."""
+        return self._thread.contended
 
     def count(self, size: int, ms: float) -> None:
         """A step of so many sequences is over."""
@@ -199,7 +232,7 @@ class StepLoop:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.to_thread(self._thread.executor.shutdown, True)
+        await asyncio.to_thread(self._thread.shut_down)
         self._thread.leave(self)
 
     async def _forever(self) -> None:

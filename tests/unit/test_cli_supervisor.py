@@ -94,6 +94,23 @@ def alive(pid: int) -> bool:
     return True
 
 
+async def test_stages_that_take_turns_are_told_one_file_of_the_supervisors(make: Make) -> None:
+    supervisor = make(**{"serve.turns": True})
+    (file,) = {worker.settings["worker.turns_file"] for worker in supervisor.workers}
+    os.close(os.open(file, os.O_RDWR))
+    assert "worker.turns_file" not in supervisor.gateway.settings
+    supervisor.stop()
+    await supervisor.serve()
+    assert not os.path.exists(file)
+
+
+async def test_a_named_file_for_turns_is_not_replaced(make: Make) -> None:
+    named = make(**{"serve.turns": True, "worker.turns_file": "/run/turns"})
+    assert all("worker.turns_file" not in worker.settings for worker in named.workers)
+    named.stop()
+    await named.serve()
+
+
 async def test_starts_all_shows_them_and_stops_all(
     make: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from epd.errors import EpdError, ErrorKind
 from epd.models.processor import Processor
 from epd.text.messages import ChatMessage, ImagePart, ImageSize, TextPart, Tool, ToolCall
 from epd.text.prompt import PromptBuilder, PromptPlan
+from gateway import prompt_lives
 from gateway.checkpoint import Loaded, read
 from gateway.prompts import PromptPool
 from tests.waiting import a_moment, until
@@ -149,6 +150,17 @@ async def test_a_checkpoint_that_cannot_be_used_is_a_typed_error(tmp_path: Path)
     with pytest.raises(EpdError, match=r"no config\.json") as caught:
         await pool.start()
     assert caught.value.param == "model.path"
+    await pool.close()
+
+
+async def test_loading_for_ever_is_a_typed_error(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_lives, "LOAD_S", 0.001)
+    pool = PromptPool(ModelConfig(path=path), 1)
+    with pytest.raises(EpdError, match="loading the tokenizer and processor took") as caught:
+        await pool.start()
+    assert caught.value.kind is ErrorKind.STAGE_UNAVAILABLE
     await pool.close()
 
 

@@ -1,0 +1,175 @@
+"""Processes that share cores: one forward at a time, first come, first served."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from epd.errors import EpdError
+from epd.runtime.core_turns import CoreTurns
+from epd.runtime.series import Series
+from epd.runtime.steps import EngineThread, StepLoop
+from tests.turn_taker import TurnTaker
+from tests.waiting import block_until, until
+
+SHORT_S = 0.05
+
+
+class Host:
+    """Any number of processes and one file."""
+
+    def __init__(self, file: Path, stack: ExitStack) -> None:
+        self.file = file
+        self._stack = stack
+
+    def process(self, longest_s: float = 60.0) -> TurnTaker:
+        return self._stack.enter_context(TurnTaker(self.file, longest_s))
+
+    def here(self, longest_s: float = 60.0) -> CoreTurns:
+        turns = CoreTurns(str(self.file), "prefill", longest_s)
+        self._stack.callback(turns.close)
+        return turns
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    with ExitStack() as stack:
+        yield Host(tmp_path / "turns", stack)
+
+
+def test_a_free_turn_is_had_at_once_and_again(host: Host) -> None:
+    one = host.process()
+    for _ in range(3):
+        assert one.do("take") == "taken at once"
+        assert one.do("wanted") == "False"
+        one.do("give")
+    assert one.do("overruns") == "0"
+
+
+def test_another_waits_until_it_is_given(host: Host) -> None:
+    here, other = host.here(), host.process()
+    here.take()
+    assert not here.contended
+    other.tell("take")
+    block_until(lambda: here.wanted)
+    here.give()
+    assert other.hear() == "taken contended"
+    assert here.contended, "who gives it knows that somebody waited"
+
+
+def test_first_come_first_served_also_for_who_had_it_last(host: Host) -> None:
+    here, second, third = host.here(), host.process(), host.process()
+    here.take()
+    second.tell("take")
+    block_until(lambda: here.wanted)
+    third.tell("take")
+    block_until(lambda: _stands_at(here, 2))
+    here.give()
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(here.take)
+        assert second.hear() == "taken contended"
+        block_until(lambda: second.do("wanted") == "True")
+        second.do("give")
+        assert third.hear() == "taken contended"
+        assert not again.done()
+        third.do("give")
+        again.result()
+    here.give()
+
+
+def test_a_dead_process_keeps_no_turn(host: Host) -> None:
+    here, other = host.here(), host.process()
+    other.do("take")
+    other.signal(signal.SIGKILL)
+    here.take()
+    assert not here.wanted
+    here.give()
+    again = host.process()
+    assert again.do("take") == "taken at once"
+
+
+def test_a_stopped_process_holds_up_nobody_for_long(host: Host) -> None:
+    holder, other = host.process(), host.process(SHORT_S)
+    holder.do("take")
+    holder.signal(signal.SIGSTOP)
+    assert other.do("take") == "taken contended"
+    assert other.do("overruns") == "1"
+    other.do("give")
+    assert other.do("take") == "taken contended", "beside it, without another wait"
+    other.do("give")
+    assert other.do("overruns") == "2"
+    holder.signal(signal.SIGCONT)
+    assert holder.do("give") == "given"
+
+    def alone() -> bool:
+        taken = other.do("take")
+        other.do("give")
+        return taken == "taken at once"
+
+    block_until(alone)
+    assert other.do("overruns") == "2", "turns are as before"
+
+
+def test_a_file_that_cant_be_made_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EpdError, match="no/turns: No such file") as caught:
+        CoreTurns(str(tmp_path / "no" / "turns"), "encode")
+    assert caught.value.param == "worker.turns_file"
+
+
+async def test_a_series_of_steps_ends_when_another_process_waits(host: Host) -> None:
+    """Else decode, whose steps follow each other, would never let prefill compute."""
+    loop, other = StepLoop("decode", _no_step, lambda: False, _thread(host)), host.process()
+    began: list[int] = []
+
+    def run(work: Sequence[int], begin: Callable[[], None]) -> Sequence[int]:
+        began.append(work[0])
+        series.offer([work[0] + 1])
+        if work[0] == 2:
+            other.tell("take")
+            block_until(lambda: loop.wanted)
+        return work
+
+    series = Series(loop, run, lambda results, ms: None)
+    await series.run([0])
+    assert began == [0, 1, 2]
+    assert other.hear() == "taken contended"
+    assert loop.contended
+    assert series.withdraw(), "what was offered is planned anew"
+    await loop.close()
+
+
+async def test_a_step_waits_for_other_processes(host: Host) -> None:
+    other, loop = host.process(), StepLoop("prefill", _no_step, lambda: False, _thread(host))
+    other.do("take")
+    ran: list[str] = []
+    running = asyncio.create_task(loop.run(lambda: ran.append("here"), 1))
+    await until(lambda: other.do("wanted") == "True")
+    assert ran == []
+    assert loop.in_step
+    other.do("give")
+    await running
+    assert ran == ["here"]
+    assert other.do("take") == "taken at once", "the turn was given back"
+    await loop.close()
+
+
+def _stands_at(turns: CoreTurns, place: int) -> bool:
+    """Whether another process does."""
+    if not turns._lock(place):
+        return True
+    turns._unlock(place)
+    return False
+
+
+def _thread(host: Host) -> EngineThread:
+    return EngineThread("decode", CoreTurns(str(host.file), "decode", 60.0))
+
+
+async def _no_step() -> bool:
+    return False
