@@ -13,8 +13,8 @@ The queue is a file of bytes, each locked by whoever stands there:
 Who stands at a place takes the next one before it leaves its own, so nobody overtakes: first
 come, first served, also for a process that has just computed. The kernel takes the locks of a
 process that dies. One that is stopped, or computes for too long, holds nobody up for longer
-than `longest_s`: who has waited for so long computes beside it, for as long again without
-waiting.
+than `longest_s`: who has waited for so long computes beside it, without another wait until
+somebody's next turn begins. The file's time of change tells one turn from the next.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Callable
 from typing import Final
 
 from epd.errors import invalid
@@ -51,25 +52,28 @@ class CoreTurns:
             raise invalid(f"{path}: {error.strerror}", "worker.turns_file") from error
         self._longest_s = longest_s
         self._place = _OUTSIDE
-        self._beside_until = 0.0
+        self._beside: int | None = None
+        """The turn, of somebody else, that this process has waited for in vain."""
         self._waited = metrics.TURN_WAIT_SECONDS.labels(name)
         self._overrun = metrics.TURN_OVERRUNS.labels(name)
         self.contended = False
         """Whether another process computed, or waited, when the last turn came or ended."""
 
-    def take(self) -> None:
-        """Wait for this process's turn, `longest_s` at most."""
+    def take(self, waits: Callable[[], None] = lambda: None) -> None:
+        """Wait for this process's turn, `longest_s` at most. `waits` is called meanwhile, again
+        and again."""
         since = time.monotonic()
-        until = since + self._longest_s * (since >= self._beside_until)
+        until = since if self._latest() == self._beside else since + self._longest_s
         self.contended = False
-        while self._place and self._move_up(until):
+        while self._place and self._move_up(until, waits):
             pass
-        now = time.monotonic()
-        self._waited.inc(now - since)
+        self._waited.inc(time.monotonic() - since)
         if self._place:
             self._overrun.inc()
             self._leave()
-            self._beside_until = max(self._beside_until, until + self._longest_s)
+            self._beside = self._latest()
+        else:
+            os.utime(self._file)
 
     def give(self) -> None:
         """The turn is over."""
@@ -90,13 +94,18 @@ class CoreTurns:
             os.close(self._file)
         self._file = -1
 
-    def _move_up(self, until: float) -> bool:
+    def _latest(self) -> int:
+        """Which turn began last, whoever's."""
+        return os.fstat(self._file).st_mtime_ns
+
+    def _move_up(self, until: float, waits: Callable[[], None]) -> bool:
         """One place; False if the time is over."""
         following = self._place - 1
         while not self._lock(following):
             self.contended = True
             if time.monotonic() >= until:
                 return False
+            waits()
             time.sleep(_POLL_S)
         self._leave()
         self._place = following

@@ -71,8 +71,8 @@ class EngineThread:
         if self._turns is None:
             yield
             return
-        self._turns.take()
-        self.advance()  # waiting for another process is no stall of this one
+        self._turns.take(self.advance)  # waiting for another process is no stall of this one
+        self.advance()
         try:
             yield
         finally:

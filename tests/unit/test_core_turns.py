@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from epd.errors import EpdError
+from epd.obs import metrics
 from epd.runtime.core_turns import CoreTurns
 from epd.runtime.series import Series
 from epd.runtime.steps import EngineThread, StepLoop
+from tests.readings import reading
 from tests.turn_taker import TurnTaker
 from tests.waiting import block_until, until
 
@@ -116,6 +119,20 @@ def test_a_stopped_process_holds_up_nobody_for_long(host: Host) -> None:
     assert other.do("overruns") == "2", "turns are as before"
 
 
+def test_who_computed_beside_a_long_turn_waits_for_the_next(host: Host) -> None:
+    """A process that is always busy would else have no turns any more after one long forward."""
+    holder, here = host.process(), host.here(SHORT_S)
+    waited = metrics.TURN_WAIT_SECONDS.labels("prefill")
+    holder.do("take")
+    here.take()
+    here.give()
+    holder.do("give")
+    holder.do("take")
+    before = reading(waited)
+    here.take()
+    assert reading(waited) - before >= SHORT_S
+
+
 def test_a_file_that_cant_be_made_is_named(tmp_path: Path) -> None:
     with pytest.raises(EpdError, match="no/turns: No such file") as caught:
         CoreTurns(str(tmp_path / "no" / "turns"), "encode")
@@ -156,6 +173,20 @@ async def test_a_step_waits_for_other_processes(host: Host) -> None:
     await running
     assert ran == ["here"]
     assert other.do("take") == "taken at once", "the turn was given back"
+    await loop.close()
+
+
+async def test_waiting_for_another_process_is_no_stall(host: Host) -> None:
+    other, thread = host.process(), _thread(host)
+    loop = StepLoop("prefill", _no_step, lambda: False, thread)
+    other.do("take")
+    running = asyncio.create_task(loop.run(lambda: None, 1))
+    await until(lambda: other.do("wanted") == "True")
+    since = time.monotonic()
+    await until(lambda: thread.advanced > since)
+    assert not running.done()
+    other.do("give")
+    await running
     await loop.close()
 
 
