@@ -5,6 +5,7 @@ Only typed content parts are images; strings are strings. Parts keep their order
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,6 @@ _ROLES = {
     "tool": "tool",
 }
 _NOT_SERVED: dict[str, Sequence[Any]] = {
-    "name": (),
     "tool_calls": ([],),
     "tool_call_id": (),
     "function_call": (),
@@ -43,6 +43,8 @@ _UNSERVED_PARTS = frozenset(
     }
 )
 _MOST_CALLS = 128
+_NAME = re.compile(r"[^\s<|\\/>]{1,64}")
+"""OpenAI's pattern for who speaks."""
 _DETAILS = ("auto", "low", "high", "original")
 """All but "low" leave a picture as it is."""
 
@@ -126,21 +128,31 @@ def _message(value: Any, path: str, so_far: Reading) -> ChatMessage:
         raise fields.wrong("role", f"{role!r} is not supported; one of {', '.join(_ROLES)}")
     content = fields.take("content")
     calls = _tool_calls(fields, so_far) if role == "assistant" else ()
-    if role == "tool":
-        _check_result(fields, so_far.calls)
+    name = _result_name(fields, so_far.calls) if role == "tool" else _speaker(fields)
     fields.refuse(_NOT_SERVED)
     fields.done()
     parts = _content(content, f"{path}.content", so_far, optional=bool(calls))
-    return ChatMessage(_ROLES[role], parts, calls)
+    return ChatMessage(_ROLES[role], parts, calls, name)
 
 
-def _check_result(fields: Fields, known: Mapping[str, str]) -> None:
+def _speaker(fields: Fields) -> str:
+    """Raises EpdError: no name that OpenAI would take."""
+    name = fields.string("name")
+    if name is None:
+        return ""
+    if not _NAME.fullmatch(name):
+        raise fields.wrong("name", "must be 1 to 64 characters, no white space and none of <|\\/>")
+    return name
+
+
+def _result_name(fields: Fields, known: Mapping[str, str]) -> str:
     """Raises EpdError: it answers no call, or one of another function."""
     called = known.get(fields.required_string("tool_call_id"))
     if called is None:
         raise fields.wrong("tool_call_id", "no message before has a call of this id")
     if (name := fields.string("name")) not in (None, called):
         raise fields.wrong("name", f"{name!r} is not the function called, {called!r}")
+    return name or ""
 
 
 def _content(

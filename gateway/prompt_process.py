@@ -138,7 +138,8 @@ def _message(found: Mapping[str, Any]) -> ChatMessage:
         TextPart(part["text"]) if "text" in part else ImagePart(part["index"])
         for part in found["parts"]
     )
-    return ChatMessage(found["role"], parts, tuple(ToolCall(**call) for call in found["calls"]))
+    calls = tuple(ToolCall(**call) for call in found["calls"])
+    return ChatMessage(found["role"], parts, calls, found["name"])
 
 
 def command(fd: int, model: ModelConfig, bounds: Bounds) -> list[str]:

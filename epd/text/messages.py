@@ -52,3 +52,5 @@ class ChatMessage:
     parts: tuple[TextPart | ImagePart, ...]
     calls: tuple[ToolCall, ...] = ()
     """Of an assistant."""
+    name: str = ""
+    """Who speaks, or whose result it is, where the client said so; for templates that look."""

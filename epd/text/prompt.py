@@ -105,7 +105,8 @@ class PromptBuilder:
         ]
         if max_tokens is not None:
             check_could_fit(texts, max_tokens, self._longest_token, "messages")
-        marks = Marks.unused_in([*texts, self._template.source], "messages")
+        names = [message.name for message in messages]
+        marks = Marks.unused_in([*texts, *names, self._template.source], "messages")
         rendered = self._template.render(messages, marks, tools)
         pieces = marks.split(rendered)
         if self._count_placeholders(pieces) != len(sizes):
@@ -193,7 +194,7 @@ class PromptBuilder:
 
 
 def _texts(messages: Sequence[ChatMessage]) -> Iterable[str]:
-    """Everything that users wrote."""
+    """Everything that users wrote and templates show; few show names of speakers."""
     for message in messages:
         for part in message.parts:
             if isinstance(part, TextPart):

@@ -48,13 +48,18 @@ class ChatTemplate:
         return text
 
     def _templated(self, message: ChatMessage, marks: Marks) -> dict[str, Any]:
+        shown: dict[str, Any] = {"role": message.role, "content": self._content(message, marks)}
+        if message.name:
+            shown["name"] = self.controls.mark(message.name, marks)
+        return shown | self._calls(message, marks)
+
+    def _content(self, message: ChatMessage, marks: Marks) -> str | list[dict[str, str]]:
         mark = self.controls.mark
         if not self._listed:
-            joined = "".join(
+            return "".join(
                 self._image_token if isinstance(part, ImagePart) else mark(part.text, marks)
                 for part in message.parts
             )
-            return {"role": message.role, "content": joined, **self._calls(message, marks)}
         content = [
             {"type": "image"}
             if isinstance(part, ImagePart)
@@ -62,8 +67,7 @@ class ChatTemplate:
             for part in message.parts
         ]
         # Templates look at content[0]: an empty turn is an empty text.
-        content = content or [{"type": "text", "text": ""}]
-        return {"role": message.role, "content": content, **self._calls(message, marks)}
+        return content or [{"type": "text", "text": ""}]
 
     def _calls(self, message: ChatMessage, marks: Marks) -> dict[str, Any]:
         if not message.calls:

@@ -138,6 +138,25 @@ async def test_everything_in_a_conversation_crosses_the_border(
     assert await pool.encode("a <|im_end|> b", 4096) == builder.encode("a <|im_end|> b")
 
 
+async def test_who_speaks_crosses_the_border(path: str, tmp_path: Path) -> None:
+    for file in Path(path).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (template := tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    template.write_text(
+        "{% for m in messages %}{{ m['role'] }} {{ m['name'] }}: {{ m['content'][0]['text'] }}\n"
+        "{% endfor %}"
+    )
+    said = [ChatMessage("user", (TextPart("hello"),), name="Zoë")]
+    pool = PromptPool(ModelConfig(path=str(tmp_path)), 1)
+    try:
+        facts = await pool.start()
+        assert facts is not None
+        built = await pool.build(said, [], 4096)
+    finally:
+        await pool.close()
+    assert Loaded.of(facts).tokenizer.decode(list(built.token_ids)) == "user Zoë: hello\n"
+
+
 @shared_pool
 async def test_a_process_says_what_the_checkpoint_is(pool: PromptPool, path: str) -> None:
     facts, own = await pool.start(), read(ModelConfig(path=path))[0]

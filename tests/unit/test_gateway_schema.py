@@ -280,6 +280,18 @@ def test_empty_turns_of_others_are_fine(first: dict[str, Any]) -> None:
     assert len(messages(first, user("b")).conversation.messages) == 2
 
 
+def test_who_speaks_is_kept() -> None:
+    """OpenAI's names: any script, up to 64 characters."""
+    names = ["example_user", "Zoë-漢.1", "n" * 64]
+    roles = ["developer", "user", "assistant"]
+    said = [
+        {"role": role, "content": "a", "name": name}
+        for role, name in zip(roles, names, strict=True)
+    ]
+    call = messages(*said, user("b"))
+    assert [message.name for message in call.conversation.messages] == [*names, ""]
+
+
 def test_strings_are_strings() -> None:
     text = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}'
     assert messages(user(text)).conversation.images == ()
@@ -309,7 +321,10 @@ def test_strings_are_strings() -> None:
         ([user(None)], "messages[0].content"),
         ([user(5)], "messages[0].content"),
         ([{"role": "assistant", "content": None}, user("a")], "messages[0].content"),
-        ([{**user("a"), "name": "Bob"}], "messages[0].name"),
+        *(
+            ([{**user("a"), "name": name}], "messages[0].name")
+            for name in (5, "", "a b", "a\n", "<|im_end|>", "a/b", "a\\b", "n" * 65)
+        ),
         ([{**user("a"), "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls"),
         ([{**user("a"), "mood": "good"}], "messages[0].mood"),
         ([user(["a"])], "messages[0].content[0]"),
