@@ -180,9 +180,9 @@ def ceiling(
 
     def run() -> None:
         from epd.bench.ceiling import run as measure
-        from epd.bench.flags import numbers
+        from epd.bench.flags import whole_numbers
 
-        for found in measure(tuple(int(n) for n in numbers(streams, "streams")), events):
+        for found in measure(tuple(whole_numbers(streams, "streams")), events):
             typer.echo(
                 f"{found.streams:>4} streams: {found.events_s:,.0f} events/s,"
                 f" {found.cpu_us:.1f} us of client CPU an event"

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Container
 from typing import Any
+from urllib.parse import urlsplit
 
 from epd.bench.campaign import Plan
 from epd.bench.load import Limits, Workload
@@ -64,10 +65,8 @@ def _requests(flags: dict[str, Any]) -> tuple[list[Shape], Trace | None]:
 
 
 def _loads(flags: dict[str, Any]) -> list[Load]:
-    given = [Load("concurrency", value) for value in numbers(flags["concurrency"], "concurrency")]
-    if any(load.value % 1 for load in given):
-        text = flags["concurrency"]
-        raise invalid(f"--concurrency {text}: requests in flight are whole ones", "concurrency")
+    in_flight = whole_numbers(flags["concurrency"], "concurrency")
+    given = [Load("concurrency", value) for value in in_flight]
     given += [Load("rate", value) for value in numbers(flags["rate"], "rate")]
     if flags["trace"]:
         if given:
@@ -86,6 +85,14 @@ def numbers(text: str, name: str) -> list[float]:
     return values
 
 
+def whole_numbers(text: str, name: str) -> list[int]:
+    """Of requests in flight."""
+    values = numbers(text, name)
+    if any(value % 1 for value in values):
+        raise invalid(f"--{name} {text}: requests in flight are whole ones", name)
+    return [int(value) for value in values]
+
+
 def _size(text: str) -> tuple[int, int]:
     width, by, height = text.lower().partition("x")
     if not (by and width.isdigit() and height.isdigit() and int(width) and int(height)):
@@ -97,7 +104,7 @@ def targets(given: list[str] | None) -> dict[str, str]:
     """URLs by the names that results go by.
 
     Raises:
-        EpdError: INVALID_REQUEST, there are none, or two of one name.
+        EpdError: INVALID_REQUEST, there are none, two of one name, or one that is no URL.
     """
     named = pairs(given, "target", "URL")
     if not named:
@@ -105,7 +112,17 @@ def targets(given: list[str] | None) -> dict[str, str]:
     for at, (name, url) in enumerate(named):
         if any(name == other for other, _ in named[:at]):
             raise invalid(f"--target {name}={url}: there is another target of that name", "target")
+        if not _is_url(url):
+            raise invalid(f"--target {name}={url}: no URL; write http://HOST:PORT/v1", "target")
     return dict(named)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no port, or no IPv6 address
+        return False
 
 
 def pairs(given: list[str] | None, name: str, value_name: str) -> list[tuple[str, str]]:

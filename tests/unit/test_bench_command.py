@@ -122,6 +122,9 @@ def test_the_key_is_in_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["--concurrency", "1,2.5"], "--concurrency"),
         (["--target", "one=http://127.0.0.1:9/v1"], "--target"),
         (["--target", "http://127.0.0.1:9/v1"], "--target"),
+        (["--target", "two=127.0.0.1:9/v1"], "--target"),
+        (["--target", "two=http://127.0.0.1:9x/v1"], "--target"),
+        (["--target", "two=http:///v1"], "--target"),
         (["--extra", 'two={{"top_k": 1}}'], "--extra"),
         (["--pid", "two=1"], "--pid"),
     ],
@@ -136,6 +139,14 @@ def test_what_can_not_be_is_said_before_anything_is_measured(
     arguments = ["bench", "--target", "one=http://127.0.0.1:9/v1", *wanted]
     result = CliRunner().invoke(app, arguments)
     assert (result.exit_code, result.output.startswith(f"epd bench: {named}")) == (2, True)
+
+
+def test_a_call_without_a_target_is_a_wrong_call() -> None:
+    result = CliRunner().invoke(app, ["bench"])
+    assert (result.exit_code, result.output) == (
+        2,
+        "epd bench: give at least one --target NAME=URL\n",
+    )
 
 
 @contextmanager
@@ -188,6 +199,12 @@ def test_a_server_that_lists_no_models_is_not_waited_for_for_ever(
         result = CliRunner().invoke(app, ["bench", "--target", f"one={url}"])
     assert result.exit_code == 1
     assert "list of models" in result.output
+
+
+@pytest.mark.parametrize("streams", ["1.5", "0.5", "x"])
+def test_the_ceiling_of_half_a_stream_is_a_wrong_call(streams: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "ceiling", "--streams", streams])
+    assert (result.exit_code, result.output.startswith("epd bench: --streams")) == (2, True)
 
 
 def test_the_ceiling() -> None:
