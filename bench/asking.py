@@ -7,12 +7,12 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
+from bench.loopback import get
 from bench.service import Service
 from epd.bench.client import send
 from epd.bench.content import data_url
@@ -77,7 +77,7 @@ def user(before: str, pictures: Sequence[Picture], after: str) -> Message:
 def counted(service: Service, worker: str, sample: str) -> float:
     """The value of one sample ("name{labels}") on a worker's metrics page; 0 before the
     first event."""
-    with urllib.request.urlopen(f"http://{service.metrics[worker]}/metrics", timeout=10) as page:
+    with get(f"http://{service.metrics[worker]}/metrics", 10) as page:
         text = page.read().decode()
     found = re.search(rf"^{re.escape(sample)} (\S+)$", text, re.MULTILINE)
     return float(found[1]) if found else 0.0

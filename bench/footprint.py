@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import urllib.request
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from bench.loopback import get
 from bench.service import Service
 from epd.bench.report import markdown
 
@@ -68,7 +68,7 @@ def _rows(
 def _own(address: str) -> Own | None:
     if not address:
         return None
-    with urllib.request.urlopen(f"http://{address}/debug/state", timeout=10) as reply:
+    with get(f"http://{address}/debug/state", 10) as reply:
         own = Own.of(json.load(reply))
     return own if own.weights else None
 

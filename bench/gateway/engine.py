@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc.aio
 
+from bench.loopback import GRPC_OPTIONS
 from epd import __version__
 from epd.config import RpcConfig
 from epd.lifetime import die_with_expected_parent
@@ -142,7 +143,7 @@ class Decode(decode_pb2_grpc.DecodeServicer):
 
 
 async def join(membership: str, hello: membership_pb2.Hello) -> None:
-    async with grpc.aio.insecure_channel(membership) as channel:
+    async with grpc.aio.insecure_channel(membership, GRPC_OPTIONS) as channel:
         call = membership_pb2_grpc.MembershipStub(channel).Join()
         await call.write(membership_pb2.WorkerReport(hello=hello))
         reply: Any = await call.read()

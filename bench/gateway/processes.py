@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 
 from bench.gateway.engine import DTYPE
+from bench.loopback import get
 from epd.lifetime import expect_parent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +91,7 @@ def engine(addresses: dict[str, Any], tokens: int, rate: float) -> Iterator[str]
 
 def served(address: str) -> tuple[str, str]:
     """Id and fingerprint of the model."""
-    with urllib.request.urlopen(f"http://{address}/v1/models", timeout=10) as reply:
+    with get(f"http://{address}/v1/models", 10) as reply:
         model = json.load(reply)["data"][0]
     return model["id"], model["fingerprint"]
 
@@ -107,7 +107,7 @@ def _until_ready(address: str) -> None:
     until = time.monotonic() + _READY_S
     while time.monotonic() < until:
         try:
-            with urllib.request.urlopen(f"http://{address}/ready", timeout=2):
+            with get(f"http://{address}/ready", 2):
                 return
         except OSError:  # not ready yet (503), or too busy to answer in time
             time.sleep(0.05)

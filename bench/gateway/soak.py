@@ -20,6 +20,7 @@ import grpc.aio
 import psutil
 
 from bench.gateway.processes import engine, gateway
+from bench.loopback import GRPC_OPTIONS
 from epd.client import AsyncClient, Client, user
 from epd.config import RpcConfig
 from epd.errors import EpdError
@@ -77,7 +78,7 @@ async def cancelled(address: str, gateway: psutil.Process, total: int) -> float:
             await call.read()
             call.cancel()
 
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with grpc.aio.insecure_channel(address, GRPC_OPTIONS) as channel:
         stub = gateway_pb2_grpc.GatewayStub(channel)
         await asyncio.gather(*(some(stub) for _ in range(_SIDE_BY_SIDE)))
     await asyncio.sleep(3)  # teardowns

@@ -24,6 +24,7 @@ import grpc
 import orjson
 
 from bench.gateway.processes import engine, gateway
+from bench.loopback import GRPC_OPTIONS
 from epd.client import user
 from protos.epd.v1 import gateway_pb2 as pb
 from protos.epd.v1 import gateway_pb2_grpc
@@ -137,7 +138,7 @@ def post(address: str, ask: Ask) -> str:
 
 
 def call(address: str, request: pb.ChatRequest) -> str:
-    options = [("grpc.max_send_message_length", -1)]
+    options = [("grpc.max_send_message_length", -1), *GRPC_OPTIONS]
     with grpc.insecure_channel(address, options=options) as channel:
         try:
             list(gateway_pb2_grpc.GatewayStub(channel).Chat(request, timeout=120))

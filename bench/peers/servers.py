@@ -19,13 +19,13 @@ import socket
 import subprocess
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from bench.loopback import get
 
 ROOT = Path(__file__).resolve().parents[2]
 _POLL_S = 0.5
@@ -148,9 +148,9 @@ def _until_healthy(rival: Rival, process: subprocess.Popen[bytes], log: Path) ->
 def _healthy(rival: Rival) -> bool:
     address = f"http://127.0.0.1:{rival.port}/health"
     try:
-        with urllib.request.urlopen(address, timeout=2) as response:
+        with get(address, 2) as response:
             return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
+    except OSError:
         return False
 
 
