@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.peers.servers import Rival, running
-from bench.service import epd_service
+from bench.peers import servers
+from bench.peers.servers import Rival
+from bench.service import ServiceFailure, starting
 from epd.bench.campaign import connect
 from epd.bench.client import open_session
 from epd.bench.load import Target
@@ -37,7 +37,11 @@ class Contender:
         return self.name.startswith("epd")
 
 
-Start = Callable[[], AbstractContextManager[Contender]]
+Up = Callable[[], Contender]
+"""Waits until a server that was begun is up."""
+Start = Callable[[], AbstractContextManager[Up]]
+_FAILURES = (ServiceFailure, RuntimeError, OSError)
+"""Of a server that doesn't start."""
 
 
 def epd_split(checkpoint: Path, out: Path) -> Start:
@@ -91,10 +95,15 @@ def epd_with(
 @contextmanager
 def _epd(
     name: str, checkpoint: Path, settings: Sequence[str], flags: Sequence[str], how: str, out: Path
-) -> Iterator[Contender]:
+) -> Iterator[Up]:
     log = out / f"{name}.log"
-    with epd_service(checkpoint, settings, flags, log=log) as service:
-        yield Contender(name, service.url, service.model, service.pid, {}, dict(service.pids), how)
+    with starting(checkpoint, settings, flags, log=log) as until_serving:
+
+        def up() -> Contender:
+            one = until_serving()
+            return Contender(name, one.url, one.model, one.pid, {}, dict(one.pids), how)
+
+        yield up
 
 
 def rival(server: Rival, log: Path, threads: int) -> Start:
@@ -102,34 +111,46 @@ def rival(server: Rival, log: Path, threads: int) -> Start:
 
 
 @contextmanager
-def _rival(server: Rival, log: Path, threads: int) -> Iterator[Contender]:
-    with running(server, log) as pid:
-        extra = dict(server.extra)
-        yield Contender(server.name, server.url, server.model, pid, extra, {}, f"{threads} threads")
+def _rival(server: Rival, log: Path, threads: int) -> Iterator[Up]:
+    with servers.starting(server, log) as until_healthy:
+        extra, how = dict(server.extra), f"{threads} threads"
+        yield lambda: Contender(
+            server.name, server.url, server.model, until_healthy(), extra, {}, how
+        )
 
 
 @contextmanager
 def all_running(starts: Sequence[Start]) -> Iterator[list[Contender]]:
-    """All of them at once: each waits most of its start for something else. One that does
-    not start is said, and the others go on.
+    """All of them begin at once: each waits most of its start for something else. One that
+    does not start is said, and the others go on. They are waited for in this thread: what
+    ends it (Ctrl-C) ends them, however far they are.
 
     Raises:
         RuntimeError: none of them started.
     """
     with ExitStack() as stack:
-        opened = [start() for start in starts]
-        with ThreadPoolExecutor(len(opened)) as pool:
-            waits = [pool.submit(context.__enter__) for context in opened]
+        begun: list[tuple[ExitStack, Up]] = []
+        for start in starts:
+            own = stack.enter_context(ExitStack())
+            with _left_out(own):
+                begun.append((own, own.enter_context(start())))
         contenders = []
-        for context, wait in zip(opened, waits, strict=True):
-            if failure := wait.exception():
-                print(f"left out: {failure}", file=sys.stderr, flush=True)
-            else:
-                stack.push(context.__exit__)
-                contenders.append(wait.result())
+        for own, up in begun:
+            with _left_out(own):
+                contenders.append(up())
         if not contenders:
             raise RuntimeError("no server started")
         yield contenders
+
+
+@contextmanager
+def _left_out(own: ExitStack) -> Iterator[None]:
+    """What fails in the block is said, and what it had of its own is ended."""
+    try:
+        yield
+    except _FAILURES as failure:
+        print(f"left out: {failure}", file=sys.stderr, flush=True)
+        own.__exit__(type(failure), failure, failure.__traceback__)
 
 
 @asynccontextmanager

@@ -64,6 +64,24 @@ def epd_service(
         ServiceFailure: it did not start, did not stop in time, ended with another exit code
             than 0, or left processes behind.
     """
+    with starting(checkpoint, settings, flags, say, log) as until_serving:
+        yield until_serving()
+
+
+@contextmanager
+def starting(
+    checkpoint: str | Path,
+    settings: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    say: Callable[[str], None] = lambda line: None,
+    log: Path | None = None,
+) -> Iterator[Callable[[], Service]]:
+    """`epd_service` that is not waited for: what the block gets, it calls for that. A block
+    that ends by an exception ends the service, however far it is.
+
+    Raises:
+        ServiceFailure: as `epd_service`.
+    """
     command = [sys.executable, "-m", "epd.cli", "serve", str(checkpoint), *flags]
     limit = f"serve.start_timeout_s={START_LIMIT_S}"
     for setting in (*(f"{key}=0" for key in _ANY_PORTS), limit, *settings):
@@ -72,16 +90,20 @@ def epd_service(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     errors: deque[str] = deque(maxlen=30)
-    assert process.stderr is not None
-    threading.Thread(target=_follow, args=(process.stderr, errors, log), daemon=True).start()
-    watchdog = threading.Timer(START_LIMIT_S, process.kill)
-    watchdog.start()
+
+    def until_serving() -> Service:
+        watchdog = threading.Timer(START_LIMIT_S, process.kill)
+        watchdog.start()
+        try:
+            return _until_serving(process, errors, say)
+        finally:
+            watchdog.cancel()
+
     try:
-        service = _until_serving(process, errors, say)
-        watchdog.cancel()
-        yield service
+        assert process.stderr is not None
+        threading.Thread(target=_follow, args=(process.stderr, errors, log), daemon=True).start()
+        yield until_serving
     except BaseException:
-        watchdog.cancel()
         process.terminate()
         process.communicate()
         raise

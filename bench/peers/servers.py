@@ -19,7 +19,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,6 +123,13 @@ def running(rival: Rival, log: Path) -> Iterator[int]:
     Raises:
         RuntimeError: it ended, or was not healthy within `start_limit_s`.
     """
+    with starting(rival, log) as until_healthy:
+        yield until_healthy()
+
+
+@contextmanager
+def starting(rival: Rival, log: Path) -> Iterator[Callable[[], int]]:
+    """`running`, but the block calls what it gets to wait for that."""
     inherited = {key: value for key, value in os.environ.items() if key not in _OURS}
     environ = {**inherited, **_OFFLINE, **rival.environ}
     with log.open("wb") as out:
@@ -130,15 +137,19 @@ def running(rival: Rival, log: Path) -> Iterator[int]:
             rival.command, env=environ, stdout=out, stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL, process_group=0,
         )  # fmt: skip
+        end = time.monotonic() + rival.start_limit_s
+
+        def until_healthy() -> int:
+            _until_healthy(rival, process, log, end)
+            return process.pid
+
         try:
-            _until_healthy(rival, process, log)
-            yield process.pid
+            yield until_healthy
         finally:
             _stop(process)
 
 
-def _until_healthy(rival: Rival, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + rival.start_limit_s
+def _until_healthy(rival: Rival, process: subprocess.Popen[bytes], log: Path, end: float) -> None:
     while not _healthy(rival):
         if process.poll() is not None or time.monotonic() > end:
             raise RuntimeError(f"{rival.name} did not start; see {log}")
