@@ -40,10 +40,14 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Supervisor:
-    """Starts, watches, restarts and stops the processes of one configuration."""
+    """Starts, watches, restarts and stops the processes of one configuration.
 
-    def __init__(self, config: Config) -> None:
+    `started` is when a person began to wait for it, by time.monotonic(): now, if nobody says.
+    """
+
+    def __init__(self, config: Config, started: float | None = None) -> None:
         self.config = config
+        self.started = time.monotonic() if started is None else started
         self.gateway = Child(GATEWAY, 0)
         self.workers = [
             Child(role, index, _own_ports(config.worker, place))
@@ -64,10 +68,9 @@ class Supervisor:
 
     async def serve(self) -> int:
         """Run until `stop`; returns the exit code. No child is left when this returns."""
-        started = time.monotonic()
         try:
             if await self._unless_stopped(self._start_all()):
-                self._show_states(time.monotonic() - started)
+                self._show_states(self._waited_s())
                 await self._watch_all()
         except StartFailure as failure:
             _complain(f"can't start: {failure}")
@@ -99,9 +102,12 @@ class Supervisor:
         await self._until_joined()
 
     async def _until_ready(self, child: Child) -> None:
-        started = time.monotonic()
         await child.until_ready(self.config.serve.start_timeout_s)
-        _say(f"{child.name} ready after {time.monotonic() - started:.1f} s, {_where(child)}")
+        # What was imported before it was forked is part of what was waited for.
+        _say(f"{child.name} ready after {self._waited_s():.1f} s, {_where(child)}")
+
+    def _waited_s(self) -> float:
+        return time.monotonic() - self.started
 
     def _pin_ports(self) -> None:
         """A restarted process comes back where clients and Prometheus look for it."""
@@ -261,6 +267,7 @@ def fixed_ports(config: Config) -> list[preflight.Port]:
 
 def run(config: Config) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit code."""
+    started = time.monotonic()
     try:
         planned(config.serve)
     except EpdError as error:
@@ -272,11 +279,11 @@ def run(config: Config) -> int:
     except EpdError as error:
         _complain(f"can't start: {error.message}")
         return 1
-    return asyncio.run(_run(config))
+    return asyncio.run(_run(config, started))
 
 
-async def _run(config: Config) -> int:
-    supervisor = Supervisor(config)
+async def _run(config: Config, started: float) -> int:
+    supervisor = Supervisor(config, started)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.stop)

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -131,6 +132,28 @@ async def test_starts_all_shows_them_and_stops_all(
     supervisor.stop()
     assert await serving == 0
     assert not any(map(alive, pids))
+
+
+async def test_all_times_are_since_serve_began(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is imported before anything is forked is no child's own, and waited for, too."""
+    supervisor = make()
+    supervisor.started -= 1000  # as if that had taken so long
+    serving = asyncio.create_task(supervisor.serve())
+    shown = ""
+
+    def says_serving() -> bool:
+        nonlocal shown
+        shown += capsys.readouterr().out
+        return "Ctrl-C stops" in shown
+
+    await until(says_serving)
+    supervisor.stop()
+    assert await serving == 0
+    told = [float(seconds) for seconds in re.findall(r" after (\S+) s[,;]", shown)]
+    assert len(told) == 5, "four processes and the service"
+    assert min(told) >= 1000
 
 
 async def test_the_gateway_is_asked_past_the_proxy_of_the_environment(
