@@ -10,6 +10,7 @@ output ids alone: the same in prefill (first token), in decode, and after a fail
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
-from epd.errors import EpdError, ErrorKind, invalid, too_many
+from epd.errors import EpdError, ErrorKind, invalid, shortened, too_many
 from epd.jobs import Grammar, GrammarKind
 
 MAX_GRAMMAR_BYTES: Final = 256 << 10
@@ -32,6 +33,10 @@ _ROW_ITEMS: Final = 50_000
 costliest mask that was found under these takes 15 ms (docs/api.md)."""
 _WAITING: Final = 64
 """Grammars that wait for the compiling thread."""
+_MOST_SHOWN: Final = 200
+"""Characters of a regular expression that a refusal shows."""
+_PLACE: Final = re.compile(r"\Aat \d+\(\d+\): ")
+_EXCERPT: Final = re.compile(r"\n *\d+ \| .*\Z", re.DOTALL)
 _JSON_FORMAT: Final = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -130,7 +135,7 @@ class Grammars:
         )
         made = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
         if made.is_error():
-            raise invalid(f"grammar: {made.get_error().strip()}", "grammar")
+            raise invalid(f"grammar: {_why(grammar, made.get_error())}", "grammar")
         matcher = Matcher(made, self._vocab_size)
         for token in output_ids:
             matcher.advance(token)
@@ -151,6 +156,19 @@ class Grammars:
                     reason = f"grammars need the checkpoint's tokenizer.json: {error}"
                     raise invalid(reason, "grammar") from error
             return self._tokenizer
+
+
+def _why(grammar: Grammar, said: str) -> str:
+    """The library's reason, without where that is in the source that we made of what the
+    client wrote; of a regular expression with the client's own text."""
+    reason = _PLACE.sub("", _EXCERPT.sub("", said)).strip()
+    if grammar.kind is not GrammarKind.REGEX:
+        return reason
+    _, parsed, why = reason.partition("\nerror: ")
+    if not parsed:
+        why = reason.partition('" (in regex): ')[2] or reason
+    why = why.partition(" in regex /")[0]
+    return f"{shortened(grammar.text, _MOST_SHOWN)!r}: {why}"
 
 
 def _source(grammar: Grammar) -> str:

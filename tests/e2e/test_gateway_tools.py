@@ -256,6 +256,10 @@ async def test_a_bad_schema_of_a_forced_tool_is_400(tools: House) -> None:
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}
     reply = await tools.chat(tools=[bad], tool_choice="required")
     assert (reply.status, reply.json()["error"]["param"]) == (400, "tools")
+    # And nothing of the grammar that was made of it.
+    said = reply.json()["error"]["message"]
+    assert "nonsense" in said
+    assert not [ours for ours in ("%json", "tool_0", " | ", "x-guidance") if ours in said]
 
 
 async def test_a_template_without_tools_refuses_them_by_name(house: House) -> None:

@@ -162,7 +162,7 @@ def test_logprobs_of_what_is_masked_have_the_floor(grammars: Grammars) -> None:
 @pytest.mark.parametrize(
     ("grammar", "why"),
     [
-        (regex("(("), "regex"),
+        (regex("(("), "unclosed group"),
         (json_schema({"type": "nonsense"}), "nonsense"),
         (json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
         (Grammar(GrammarKind.JSON_SCHEMA, "{"), "EOF"),
@@ -176,6 +176,25 @@ def test_a_grammar_that_cant_be_used_says_why(
     with pytest.raises(EpdError, match=why) as caught:
         grammars.build(grammar, ())
     assert caught.value.kind is ErrorKind.INVALID_REQUEST
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("((", "'((': unclosed group"),
+        ("a/b{3,1}", "'a/b{3,1}': invalid repetition count range, the start must be <= the end"),
+        ("a\n1 | b[", r"'a\n1 | b[': unclosed character class"),
+        (r"\b/ error: x", r"'\\b/ error: x': lookarounds not supported yet; WordUnicode"),
+        ("x" * 1000 + "(", f"'{'x' * 147}...{'x' * 49}(': unclosed group"),
+    ],
+)
+def test_a_refused_expression_is_shown_as_it_was_written(
+    grammars: Grammars, text: str, said: str
+) -> None:
+    """Not the grammar that was made of it."""
+    with pytest.raises(EpdError) as caught:
+        grammars.build(regex(text), ())
+    assert caught.value.message == f"grammar: {said}"
 
 
 async def test_compiling_leaves_the_event_loop_alone(grammars: Grammars) -> None:
