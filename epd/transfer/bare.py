@@ -7,6 +7,7 @@ import time
 
 from epd.config import TransferConfig
 from epd.errors import EpdError, ErrorKind, invalid
+from epd.obs.native import native_stderr
 from epd.transfer.settings import load_mooncake
 from epd.transfer.submitter import Native
 
@@ -23,7 +24,9 @@ class BareReader:
 
     def __init__(self, config: TransferConfig) -> None:
         self._native: Native = load_mooncake(config)()
-        if self._native.initialize(config.host, "P2PHANDSHAKE", config.protocol, ""):
+        with native_stderr("Mooncake"):  # as `Engine.start`
+            failed = self._native.initialize(config.host, "P2PHANDSHAKE", config.protocol, "")
+        if failed:
             raise invalid(f"Mooncake can't start on {config.host}", "transfer")
 
     def register(self, address: int, nbytes: int) -> None:

@@ -18,7 +18,9 @@ from epd.bench.stage.raw_socket import receiver
 from epd.bench.stage.run import PARTS, hand_off
 from epd.bench.stage.transfer import NBYTES, SPAN, pulling
 from epd.cli import app
+from epd.config import TransferConfig
 from epd.errors import EpdError, ErrorKind
+from epd.transfer.bare import BareReader
 from epd.transfer.contract import Handle, Span
 
 DEMO = Path(__file__).parents[2] / "demo" / "checkpoint"
@@ -54,6 +56,12 @@ def test_every_case_runs_once_a_round_and_once_to_warm_up() -> None:
 def test_the_hand_off_is_the_sum_of_its_parts() -> None:
     rows: list[dict[str, Any]] = [{"ratio": None}, {"ratio": 0.01}, {"ratio": 0.02}]
     assert hand_off(rows).startswith("hand-off: 3.0%")
+
+
+def test_mooncake_starts_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    """It calls an error what is none; in services that is in the log, at debug level."""
+    BareReader(TransferConfig())
+    assert capfd.readouterr().err == ""
 
 
 def test_a_raw_socket_brings_what_is_asked_for() -> None:
