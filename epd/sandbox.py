@@ -42,6 +42,9 @@ from epd.turns import Turns
 
 _log = logging.getLogger(__name__)
 _START_S = 120.0
+AT_ONCE = True
+"""Whether a zygote is started with its sandbox, so that the first request finds it there, or
+by the first request. (For tests that open gateways by the hundred.)"""
 _ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
 )
@@ -238,7 +241,8 @@ def _receive_reply(channel: socket.socket) -> Reply:
 
 
 class _Zygote:
-    """The process that workers are forked from. Started at once, and again if it dies."""
+    """The process that workers are forked from. Started at once (`AT_ONCE`), and again if it
+    dies."""
 
     def __init__(self, entry: str, arguments: Mapping[str, Any], limits: SandboxLimits) -> None:
         self._task = json.dumps(
@@ -252,7 +256,7 @@ class _Zygote:
         self._lock = threading.Lock()
         self._closed = False
         self._loaded = False
-        self._process, self._control = self._launch()
+        self._life = self._launch() if AT_ONCE else None
 
     def fork(self) -> tuple[socket.socket, int]:
         """(channel to a new worker, pidfd of it).
@@ -263,26 +267,36 @@ class _Zygote:
         with self._lock:
             if self._closed:
                 raise _unavailable()
-            if self._process.poll() is not None:
-                self._control.close()
-                self._process, self._control = self._launch()
             try:
-                self._until_loaded()
-                return self._fork()
+                control = self._living()
+                self._until_loaded(control)
+                return self._fork(control)
             except (OSError, EOFError) as error:
                 raise _unavailable() from error
 
-    def _until_loaded(self) -> None:
+    def _living(self) -> socket.socket:
+        """The way to the process, which is started if there is none."""
+        if self._life is not None and self._life[0].poll() is not None:
+            self._life[1].close()
+            self._life = None
+        if self._life is None:
+            self._life = self._launch()
+            if self._closed:  # meanwhile
+                self.close()
+                raise _unavailable()
+        return self._life[1]
+
+    def _until_loaded(self, control: socket.socket) -> None:
         if not self._loaded:
-            _raise_error(_receive_reply(self._control).head)
+            _raise_error(_receive_reply(control).head)
             self._loaded = True
 
-    def _fork(self) -> tuple[socket.socket, int]:
+    def _fork(self, control: socket.socket) -> tuple[socket.socket, int]:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-                answer, fds, _, _ = socket.recv_fds(self._control, 1, 1)
+                socket.send_fds(control, [b"f"], [theirs.fileno()])
+                answer, fds, _, _ = socket.recv_fds(control, 1, 1)
                 if not answer:
                     raise EOFError("the zygote is gone")
             except BaseException:
@@ -293,9 +307,11 @@ class _Zygote:
     def close(self) -> None:
         """Its workers die with it."""
         self._closed = True
-        self._process.kill()
-        self._process.wait()
-        self._control.close()
+        if self._life is not None:
+            process, control = self._life
+            process.kill()
+            process.wait()
+            control.close()
 
     def _be_zygote(self, fd: int, environ: Mapping[str, str]) -> None:
         os.environ.update(environ)

@@ -148,6 +148,23 @@ async def test_a_killed_zygote_is_started_again(make: Make) -> None:
     assert await pid_of(sandbox) != worker.pid, "an innocent request paid for it"
 
 
+async def test_a_zygote_that_is_not_needed_is_not_started(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many tests of gateways have it; the first request starts it, or the wish to be warm."""
+    monkeypatch.setattr("epd.sandbox.AT_ONCE", False)
+    idle, warm, asked = make(), make(), make()
+    assert not zygotes()
+    await warm.start()
+    assert len(zygotes()) == 1
+    assert await pid_of(asked)
+    assert len(zygotes()) == 2
+    idle.close()
+    with pytest.raises(EpdError, match="could not be started"):
+        await asyncio.to_thread(idle._zygote.fork)
+    assert len(zygotes()) == 2
+
+
 async def test_a_request_survives_a_worker_that_others_kill(make: Make) -> None:
     sandbox = make()
     pid = await pid_of(sandbox)
