@@ -14,15 +14,12 @@ EXTRA  ?= cpu
 # The same for `make gpu-check` on a machine with a CUDA device; empty: what torch was built for.
 GPU_EXTRA ?=
 PYTEST_ARGS ?=
-# Processes of the tests that don't start services; each runs whole files.
+# Processes of the tests; each runs whole files. Three for two cores: what a test waits for (a
+# start, a deadline, a silence) is half of its time.
 # (nproc would take OMP_NUM_THREADS for the number of cores.)
-JOBS   ?= $(shell env -u OMP_NUM_THREADS nproc)
-# Of those that do: each has a service, as many processes as a small machine has cores. They
-# wait more than they compute.
-PAIR   := $(if $(filter 0 1,$(JOBS)),$(JOBS),2)
-# Files in the order of their names: xdist would rather begin with files of many tests, and the long
-# ones, which have few, would be last.
-FILES  := --dist loadfile --no-loadscope-reorder
+JOBS   ?= $(shell echo $$(( ($$(env -u OMP_NUM_THREADS nproc) * 3 + 1) / 2 )))
+# Of those that start services: each has one or two, of four processes and more.
+FEW    := $(if $(filter 0 1 2,$(JOBS)),$(JOBS),3)
 CHAOS_ARGS  ?= --minutes 60
 SOAK_ARGS   ?= --requests 10000
 STORM_ARGS  ?=
@@ -30,8 +27,12 @@ STORM_ARGS  ?=
 BIN   := $(VENV)/bin
 READY := $(VENV)/.epd-ready
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --retries 5
+# pip would compile torch and transformers on one core for half a minute: afterwards, on all of them.
+INSTALL := $(PIP) install -q --no-compile -c constraints.txt
 # Tests share the machine's cores between many processes: one thread each.
 export OMP_NUM_THREADS ?= 1
+# Containers often set it. Each process would compile our sources anew, pytest all of the tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-unit test-cases test-parity test-e2e test-chaos chaos soak storm gpu-check triton contract load-client fuzz images bench-gateway bench-overlap bench-growth bench-interference soak-gateway check format protos parity clean
@@ -45,34 +46,45 @@ $(READY): pyproject.toml constraints.txt deploy/system_libraries.sh
 	@test -n "$(PYTHON)" || { echo "make setup: no Python 3.11 or newer found; install one, or say PYTHON=/path/to/python3" >&2; exit 1; }
 	bash deploy/system_libraries.sh
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -c constraints.txt "$(TORCH)"
-	$(PIP) install -q -c constraints.txt -e ".[$(EXTRA),dev]"
+	$(INSTALL) "$(TORCH)"
+	$(INSTALL) -e ".[$(EXTRA),dev]"
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages hold old Python
 	$(BIN)/epd doctor $(foreach port,http grpc membership,--set gateway.$(port)_port=0)
 	@touch $@
 
 demo: $(READY) ## start all services, ask about a picture, show the answer and where the time went
 	$(BIN)/python -m bench.demo
 
-test: test-unit test-cases test-parity test-e2e test-chaos ## all tests: unit, real cases, parity, end to end, chaos
-
-test-unit: $(READY) ## fast tests, no processes
-	$(BIN)/python -m pytest -q -n $(JOBS) $(FILES) -m "not long" tests/unit $(PYTEST_ARGS)
-
-test-cases: $(READY) ## faults met in public with systems of this kind (docs/cases.md), and real clients
-	$(BIN)/python -m pytest -q -n $(JOBS) $(FILES) -m "not long" tests/cases tests/contract $(PYTEST_ARGS)
-
-test-parity: $(READY) ## numbers against transformers
-	$(BIN)/python -m pytest -q -n $(JOBS) $(FILES) -m "not long" tests/parity $(PYTEST_ARGS)
-
+# Files in the order of the folders and of their names: xdist would rather begin with files of many
+# tests, and the long ones, which have few, would be last.
+PYTEST := $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder -m "not long"
 # Gateways over scripted stages: they hurt nobody, so they run beside each other.
 SCRIPTED := $(wildcard tests/e2e/test_gateway_*.py) tests/e2e/test_client.py
+# Real processes over Mooncake.
+REAL := tests/e2e $(SCRIPTED:%=--ignore=%)
+
+# Three runs for all parts: every process of a run imports and collects for seconds, and at the end
+# of a run cores wait for the last file. What computes comes first (parity), and the two minutes of
+# chaos, which are long and wait.
+test: test-unit ## all tests: unit, parity, end to end, real cases, chaos
+	$(PYTEST) -n $(JOBS) tests/parity $(SCRIPTED) tests/cases tests/contract $(PYTEST_ARGS)
+	$(PYTEST) -n $(FEW) tests/chaos $(REAL) $(PYTEST_ARGS)
+
+test-unit: $(READY) ## fast tests, no processes
+	$(PYTEST) -n $(JOBS) tests/unit $(PYTEST_ARGS)
+
+test-cases: $(READY) ## faults met in public with systems of this kind (docs/cases.md), and real clients
+	$(PYTEST) -n $(JOBS) tests/cases tests/contract $(PYTEST_ARGS)
+
+test-parity: $(READY) ## numbers against transformers
+	$(PYTEST) -n $(JOBS) tests/parity $(PYTEST_ARGS)
 
 test-e2e: $(READY) ## real processes over Mooncake, and the gateway over scripted stages
-	$(BIN)/python -m pytest -q -n $(JOBS) $(FILES) -m "not long" $(SCRIPTED) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -q -n $(PAIR) $(FILES) -m "not long" tests/e2e $(SCRIPTED:%=--ignore=%) $(PYTEST_ARGS)
+	$(PYTEST) -n $(JOBS) $(SCRIPTED) $(PYTEST_ARGS)
+	$(PYTEST) -n $(FEW) $(REAL) $(PYTEST_ARGS)
 
 test-chaos: $(READY) ## real processes, hurt on purpose
-	$(BIN)/python -m pytest -q -n $(PAIR) $(FILES) -m "not long" tests/chaos $(PYTEST_ARGS)
+	$(PYTEST) -n $(FEW) tests/chaos $(PYTEST_ARGS)
 
 test-long: $(READY) ## what `make test` leaves out for time: more families, topologies and fault points
 	$(BIN)/python -m pytest -q -m long --hypothesis-profile=explore tests/parity tests/e2e tests/chaos $(PYTEST_ARGS)

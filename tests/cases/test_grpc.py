@@ -72,6 +72,9 @@ def alive(name: str) -> int:
 
 async def test_rpc_03_calls_to_a_dead_server_leave_nothing() -> None:
     """Of the gateway's calls to stages, and of `epd.client`'s. At length: make soak-gateway."""
+    # Tests before this one, in the same process, may have left some of theirs.
+    names = ("StageStream", "UnaryStreamCall", "_MultiThreadedRendezvous")
+    before = {name: alive(name) for name in names}
     connections = Connections(RpcConfig())
     card = Card(DEAD, 1, frozenset({Stage.PREFILL}), fingerprint="", dtype="")
     worker = Worker(card, last_seen=0.0)
@@ -82,20 +85,21 @@ async def test_rpc_03_calls_to_a_dead_server_leave_nothing() -> None:
         await stream.settle(1.0)
     del stream
     assert not worker.streams
-    assert alive("StageStream") == 0
+    assert alive("StageStream") <= before["StageStream"]
     await connections.close()
     async with AsyncClient(DEAD, timeout_s=5) as client:
         for _ in range(200):
             with pytest.raises(EpdError):
                 await client.chat([user("a")])
-        assert alive("UnaryStreamCall") <= 1
+        assert alive("UnaryStreamCall") <= before["UnaryStreamCall"] + 1
 
     def blocking() -> None:
         with Client(DEAD, timeout_s=5) as client:
             for _ in range(200):
                 with pytest.raises(EpdError):
                     client.chat([user("a")])
-            assert alive("_MultiThreadedRendezvous") <= 1
+            left = alive("_MultiThreadedRendezvous")
+            assert left <= before["_MultiThreadedRendezvous"] + 1
 
     await asyncio.to_thread(blocking)
 
