@@ -5,15 +5,11 @@ The file is looked at when the metric is: it is what the next handshake uses (`e
 
 from __future__ import annotations
 
-import datetime
-import re
-import ssl
 from pathlib import Path
 
-from epd.obs import metrics
+from cryptography import x509
 
-_BLOCK = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
-_EXPLICIT_VERSION, _UTC_TIME = 0xA0, 0x17
+from epd.obs import metrics
 
 
 def watch(use: str, path: str) -> None:
@@ -24,37 +20,7 @@ def watch(use: str, path: str) -> None:
 def ends_at(path: str) -> float:
     """Unix time at which the first of a PEM file's certificates ends; 0: none can be read."""
     try:
-        blocks = _BLOCK.findall(Path(path).read_text())
-        return min(not_after(ssl.PEM_cert_to_DER_cert(block)) for block in blocks)
-    except (OSError, ValueError, IndexError):  # ValueError: no block, no base64, no date
+        certificates = x509.load_pem_x509_certificates(Path(path).read_bytes())
+    except (OSError, ValueError):  # ValueError: no block, no base64, no certificate
         return 0.0
-
-
-def not_after(der: bytes) -> float:
-    """Of an X.509 certificate (RFC 5280, 4.1), which the standard library doesn't tell.
-
-    Raises:
-        ValueError or IndexError: it is none.
-    """
-    _, certificate, _ = _element(der, 0)
-    _, at, _ = _element(der, certificate)
-    tag, _, end = _element(der, at)
-    if tag == _EXPLICIT_VERSION:
-        at = end
-    for _ in ("serial number", "signature algorithm", "issuer"):
-        _, _, at = _element(der, at)
-    _, validity, _ = _element(der, at)
-    _, _, at = _element(der, validity)  # behind notBefore
-    tag, start, end = _element(der, at)
-    form = "%y%m%d%H%M%SZ" if tag == _UTC_TIME else "%Y%m%d%H%M%SZ"
-    moment = datetime.datetime.strptime(der[start:end].decode("ascii"), form)
-    return moment.replace(tzinfo=datetime.UTC).timestamp()
-
-
-def _element(der: bytes, at: int) -> tuple[int, int, int]:
-    """Tag of the DER element at an offset, and where its content starts and ends."""
-    tag, length, start = der[at], der[at + 1], at + 2
-    if length & 0x80:
-        size = length & 0x7F
-        length, start = int.from_bytes(der[start : start + size]), start + size
-    return tag, start, start + length
+    return min(certificate.not_valid_after_utc.timestamp() for certificate in certificates)
