@@ -86,19 +86,9 @@ async def test_kubernetes_serves_scales_and_rolls(pods: Pods) -> None:
         await traffic.learn()
         clients = asyncio.create_task(traffic.run(2, ways=STAYING, bursts=False))
         # decode from one to two to one; what runs on the one that goes runs to its end.
-        more = pods.in_kubernetes("decode")
-        running.append(more)
-        await surge(more, traffic)
-        await asyncio.to_thread(end, [decode])
-        running.remove(decode)
-        await another(traffic)
+        await replace(decode, pods, running, traffic)
         # prefill rolls: maxSurge 1, maxUnavailable 0.
-        next_one = pods.in_kubernetes("prefill")
-        running.append(next_one)
-        await surge(next_one, traffic)
-        await asyncio.to_thread(end, [prefill])
-        running.remove(prefill)
-        await another(traffic)
+        await replace(prefill, pods, running, traffic)
         traffic.stop()
         await clients
         wrong = [outcome for outcome in traffic.outcomes.all if outcome.kind != "right"]
@@ -113,10 +103,16 @@ async def test_kubernetes_serves_scales_and_rolls(pods: Pods) -> None:
         kill(running)
 
 
-async def surge(pod: Pod, traffic: Traffic) -> None:
-    """Start one more; until Kubernetes would take it for ready, and something was answered."""
-    await asyncio.to_thread(launched, [pod])
-    await asyncio.to_thread(block_until, lambda: ready(pod))
+async def replace(leaving: Pod, pods: Pods, running: list[Pod], traffic: Traffic) -> None:
+    """Start one more of its role; once Kubernetes would take that for ready, and something was
+    answered, this one leaves, and more is answered. `running` is kept true."""
+    more = pods.in_kubernetes(leaving.role)
+    running.append(more)
+    await asyncio.to_thread(launched, [more])
+    await asyncio.to_thread(block_until, lambda: ready(more))
+    await another(traffic)
+    await asyncio.to_thread(end, [leaving])
+    running.remove(leaving)
     await another(traffic)
 
 
