@@ -14,19 +14,20 @@ for ever. Each is a state here, with a bound; `sweep` ends connections that outs
 Bodies of requests that are being read have their deadline in `responses.read_body`.
 
 Offers to change the protocol (`Upgrade: h2c`, from Java's client with every first request)
-are ignored, as HTTP wants it: the parser would take the body for that other protocol. Answers
-to HTTP/1.0 are not sent in chunks.
+are ignored, as HTTP wants it. The parser stops behind such a head and takes the body for that
+other protocol; so another one reads the head once more, without the offer. Answers to HTTP/1.0
+are not sent in chunks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -39,8 +40,6 @@ _log = logging.getLogger(__name__)
 _LINGER_S = 5.0
 """For these states there is nothing to wait for but good manners."""
 _RETRY_S = 1
-_UPGRADE = re.compile(rb"\r\nUpgrade:", re.IGNORECASE)
-_BEGUN = re.compile(rb"\r(\n(\r|U(p(g(r(a(de?)?)?)?)?)?)?)?\Z", re.IGNORECASE)
 _REASONS = {
     400: "Bad Request",
     408: "Request Timeout",
@@ -76,8 +75,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._messages = 0
         self._resumed = 0
         self._in_body = False
-        self._held = b""
-        """The end of what came of a head, where a name that is to be hidden may begin."""
         self._seen: tuple[Any, ...] = ()
         self._since = 0.0
         self._began = time.monotonic()
@@ -92,11 +89,42 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._silent += len(data)
-        if not (self._in_body or self._answering):
-            data, self._held = _without_upgrade(self._held + data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        left = memoryview(data)
+        try:
+            while taken := self._parse(left):
+                left = left[taken:]
+        except httptools.HttpParserError:
+            self.send_400_response("")
         if self._silent > self.bounds.head_bytes and not self.transport.is_closing():
             self._refuse_head()
+
+    def _parse(self, data: memoryview) -> int:
+        """How many bytes the parser took, if there may be more for it to take."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stopped:
+            (taken,) = stopped.args
+            if self._offers and not self.transport.is_closing():
+                head = self._plain_head()
+                # One that has read `Connection: close` reads no more.
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                self.parser.feed_data(head)
+            return int(taken)
+        return 0
+
+    @property
+    def _offers(self) -> bool:
+        """Whether the head that was read last offers another protocol. (CONNECT stops the
+        parser, too, and is refused.)"""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _plain_head(self) -> bytes:
+        """The head that was read last, without its offer."""
+        start = self.parser.get_method(), self.url, self.parser.get_http_version().encode()
+        fields = (b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade")
+        return b"%b %b HTTP/%b\r\n" % start + b"".join(fields) + b"\r\n"
 
     def on_message_begin(self) -> None:
         self._head, self._began = 0, time.monotonic()
@@ -116,6 +144,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head > self.bounds.head_bytes:  # came in one piece, with more behind it
             self._refuse_head()
             return
+        if self._offers:
+            return
         self._silent = 0
         self._in_body = True
         super().on_headers_complete()
@@ -129,7 +159,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._offers:
             return
         self._silent = 0
         self._in_body = False
@@ -218,19 +248,6 @@ def _unframed(cycle: RequestResponseCycle) -> None:
         await framed(message)
 
     cycle.send = send  # type: ignore[method-assign]
-
-
-def _without_upgrade(data: bytes) -> tuple[bytes, bytes]:
-    """The same bytes, but that no header of the head they begin with is called Upgrade; and
-    the end of them that may be the beginning of such a name, or of the head's end."""
-    head, end, rest = data.partition(b"\r\n\r\n")
-    if _UPGRADE.search(head):
-        head = _UPGRADE.sub(b"\r\nIgnored:", head)
-    if end:
-        return head + end + rest, b""
-    held = _BEGUN.search(head)
-    at = held.start() if held else len(head)
-    return head[:at], head[at:]
 
 
 def bounded(bounds: Bounds) -> type[BoundedProtocol]:

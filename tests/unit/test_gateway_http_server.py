@@ -1,14 +1,19 @@
-"""The HTTP port's sockets, and what is hidden from its parser."""
+"""The HTTP port's sockets, and requests that one connection sends at once."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
+from collections.abc import Sequence
+from typing import Any
 
+import uvicorn
 from fastapi import FastAPI
+from uvicorn.server import ServerState
 
 from epd.config import GatewayConfig
-from gateway.http_protocol import _without_upgrade
+from gateway.http_protocol import Bounds, bounded
 from gateway.http_server import HttpServer
 from tests.waiting import until
 
@@ -29,20 +34,82 @@ async def test_small_writes_leave_at_once() -> None:
         await server.stop()
 
 
-def test_an_offer_of_another_protocol_is_hidden_however_the_head_is_cut() -> None:
-    head = b"POST / HTTP/1.1\r\nHost: a\r\nupgradE: h2c\r\nUp: b\r\nX-Upgrade: c\r\n\r\n"
-    hidden = head.replace(b"upgradE:", b"Ignored:")
-    for first in range(len(head)):
-        for second in (first + 1, first + 4, len(head)):
-            pieces, held = (head[:first], head[first:second], head[second:]), b""
-            shown = b""
-            for piece in pieces:
-                data, held = _without_upgrade(held + piece)
-                shown += data
-            assert (shown, held) == (hidden, b"")
+class Wire(asyncio.Transport):
+    """Where a connection writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written, self._closed = b"", False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self._closed = True
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self._closed
+
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
 
 
-def test_no_more_of_a_head_is_held_back_than_the_name() -> None:
-    for piece in (b"a: b", b"a: b\r\nUpgraded: c", b"a: b\r\nU: ", b"a: Upgrade"):
-        assert _without_upgrade(piece) == (piece, b"")
-    assert _without_upgrade(b"a: b\r\nUPG") == (b"a: b", b"\r\nUPG")
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Path and body, and who offers what."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message.get("more_body", False)
+    offers = b"".join(value for name, value in scope["headers"] if name == b"upgrade")
+    said = b"[%b %b%b]" % (scope["path"].encode(), body, offers)
+    length = (b"content-length", b"%d" % len(said))
+    await send({"type": "http.response.start", "status": 200, "headers": [length]})
+    await send({"type": "http.response.body", "body": said})
+
+
+async def answered(pieces: Sequence[bytes], count: int) -> bytes:
+    """All that one connection is answered to these, which come apart."""
+    bounds = Bounds(connections=1, head_s=9.0, head_bytes=1 << 10, slow_reader_s=9.0)
+    config, wire = uvicorn.Config(echo, ws="none", log_config=None), Wire()
+    config.load()
+    connection = bounded(bounds)(config, ServerState(), {})
+    connection.connection_made(wire)
+    for piece in pieces:
+        connection.data_received(piece)
+    await until(lambda: wire.written.count(b"]") == count or wire.is_closing())
+    connection.connection_lost(None)
+    return wire.written
+
+
+async def echoed(pieces: Sequence[bytes]) -> bytes:
+    return b"".join(re.findall(rb"\[.*?\]", await answered(pieces, len(PIPELINED)), re.DOTALL))
+
+
+OFFER = b"Host: a\r\nConnection: keep-alive, Upgrade\r\nupgradE: h2c\r\nX-Upgrade: c\r\n"
+PIPELINED = [
+    b"POST /1 HTTP/1.1\r\n" + OFFER + b"Content-Length: 3\r\n\r\nabc",
+    b"GET /2 HTTP/1.1\r\n" + OFFER + b"\r\n",
+    b"POST /3 HTTP/1.1\r\n" + OFFER + b"Transfer-Encoding: chunked\r\n\r\n2\r\nde\r\n0\r\n\r\n",
+    b"POST /4 HTTP/1.1\r\nHost: a\r\nContent-Length: 14\r\n\r\n\r\nUpgrade: h2c",
+    b"GET /5 HTTP/1.1\r\n" + OFFER + b"\r\n",
+    b"GET /6 HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"POST /7 HTTP/1.1\r\n" + OFFER + b"Connection: close\r\nContent-Length: 2\r\n\r\nfg",
+]
+ANSWERS = b"[/1 abc][/2 ][/3 de][/4 \r\nUpgrade: h2c][/5 ][/6 ][/7 fg]"
+
+
+async def test_an_offer_of_another_protocol_is_ignored_wherever_it_stands() -> None:
+    """With a body or without, and nothing of what comes behind it is lost."""
+    stream = b"".join(PIPELINED)
+    assert await echoed([stream]) == ANSWERS
+    assert await echoed([bytes([byte]) for byte in stream]) == ANSWERS
+    for cut in range(1, len(stream)):
+        assert await echoed([stream[:cut], stream[cut:]]) == ANSWERS
+
+
+async def test_who_wants_a_tunnel_is_refused() -> None:
+    """The parser stops there as it does behind an offer."""
+    connect = b"CONNECT a:1 HTTP/1.1\r\n" + OFFER + b"\r\n"
+    assert b" 400 " in await answered([connect + PIPELINED[5]], 2)
