@@ -105,7 +105,9 @@ def _tokens(made: Sequence[TokenMade]) -> Iterator[pb.DecodeEvent]:
             first = event.index
         tokens.append(token)
     if tokens:
-        yield pb.DecodeEvent(tokens=pb.Tokens(first_index=first, tokens=tokens))
+        reason = finish_to_proto(made[-1].reason)
+        last = pb.Tokens(first_index=first, tokens=tokens, finish_reason=reason)
+        yield pb.DecodeEvent(tokens=last)
 
 
 def _message(event: Event) -> pb.DecodeEvent:

@@ -30,6 +30,8 @@ class TokenMade:
     index: int
     """Among the output tokens, from 0."""
     token: SampledToken
+    reason: FinishReason | None = None
+    """If it is the last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -317,7 +317,7 @@ class DecodeWorker(LmWorker[Ticket]):
         if isinstance(made.result, EpdError):
             self._fail(made.ticket, made.result)
             return
-        made.ticket.events.put(TokenMade(made.index, made.result))
+        made.ticket.events.put(TokenMade(made.index, made.result, made.reason))
         if made.reason is not None:
             self._finish(made.ticket, made.reason)
 

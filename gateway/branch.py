@@ -153,8 +153,10 @@ class Branch:
             stream = self._open()
 
     def _take(self, event: decode_pb2.DecodeEvent) -> bool:
-        """Tokens that can be delivered at once, on their way in."""
+        """Tokens that can be delivered at once, on their way in; not the last ones."""
         if not event.HasField("tokens") or self.progress.reason is not None:
+            return False
+        if event.tokens.finish_reason:
             return False
         tokens = [convert.token_from_proto(token) for token in event.tokens.tokens]
         return self.progress.offer(event.tokens.first_index, tokens)
@@ -179,6 +181,7 @@ class Branch:
             elif kind == "tokens":
                 tokens = [convert.token_from_proto(token) for token in event.tokens.tokens]
                 await self._deliver(event.tokens.first_index, tokens)
+                self.progress.ending = convert.finish_from_proto(event.tokens.finish_reason)
             elif kind == "finished":
                 return await self._finished(stream, event.finished)
         raise broken(stream, "ended without finishing")

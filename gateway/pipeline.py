@@ -38,7 +38,7 @@ from epd.rpc.status import internal
 from gateway import disclosure
 from gateway.attempt import Attempt
 from gateway.progress import Progress, Stages
-from gateway.request import Event, PlannedRequest, finished_by
+from gateway.request import Event, PlannedRequest
 from gateway.streams import StageFault
 from gateway.timeline import Timeline
 from gateway.together import Together
@@ -226,8 +226,7 @@ class Run:
             self._reason = f"{fault.stage} failed"
             for progress in group:
                 # If the output is whole, only decode's last word was lost.
-                if progress.reason is None:
-                    progress.reason = finished_by(progress.output, self._request.sampling)
+                progress.reason = progress.reason or progress.ending
         finally:
             self._attempts.discard(attempt)
             self._pipeline.spawn(attempt.teardown(self._reason, _damaged(failure)))

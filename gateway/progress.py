@@ -58,6 +58,8 @@ class Progress:
         self.output: list[SampledToken] = []
         self.reason: FinishReason | None = None
         """Set when the output is complete."""
+        self.ending: FinishReason | None = None
+        """Why it is, from decode's last token on; with decode's last word it is `reason`."""
         self.accepted = False
         self._told = False
         self.avoid: dict[Stage, list[Worker]] = {stage: [] for stage in Stage}

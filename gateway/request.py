@@ -84,12 +84,3 @@ def joined(events: Sequence[Event]) -> list[Event]:
         else:
             found.append(event)
     return found
-
-
-def finished_by(output: list[SampledToken], params: SamplingParams) -> FinishReason | None:
-    """Whether these tokens are a whole output, and why."""
-    if not output:
-        return None
-    if output[-1].id in params.ending_ids and len(output) > params.min_tokens:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(output) >= params.max_tokens else None

@@ -133,11 +133,13 @@ class Decode(decode_pb2_grpc.DecodeServicer):
             if request.HasField("start"):
                 break
         length = min(self._tokens, job.sampling.max_tokens)
+        reason = common_pb2.FINISH_REASON_LENGTH
         for index in range(1, length):
             await self._ticks.wait()
             tokens = decode_pb2.Tokens(first_index=index, tokens=[token(index)])
+            if index + 1 == length:
+                tokens.finish_reason = reason
             await context.write(event(tokens=tokens))
-        reason = common_pb2.FINISH_REASON_LENGTH
         finished = decode_pb2.Finished(reason=reason, output_tokens=length)
         await context.write(event(finished=finished))
 

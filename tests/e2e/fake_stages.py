@@ -44,6 +44,7 @@ POINTS = (
     "decode.job",
     "decode.fetch",
     "decode.token",
+    "decode.finish",
     "encode.terminal",
     "prefill.terminal",
     "decode.terminal",
@@ -338,8 +339,11 @@ class Fake:
             ids = output[done : done + script.tokens_per_message]
             tokens = [script.token(token_id, script.alternatives) for token_id in ids]
             message = decode_pb2.Tokens(first_index=done, tokens=tokens)
-            await write(decode_pb2.DecodeEvent(tokens=message))
             done += len(ids)
+            if done == len(script.output):
+                message.finish_reason = script.finish
+            await write(decode_pb2.DecodeEvent(tokens=message))
+        await script.at("decode.finish", call)
         self.note("Finished")
         finished = decode_pb2.Finished(reason=script.finish, output_tokens=done)
         await write(decode_pb2.DecodeEvent(finished=finished))

@@ -10,6 +10,7 @@ import pytest
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from gateway import pipeline
+from protos.epd.v1 import common_pb2
 from tests.e2e.fake_stages import Call, fail, hang
 from tests.e2e.gateway_house import House, text_of
 from tests.waiting import LIMIT_S, until
@@ -100,6 +101,29 @@ async def test_a_lost_decode_goes_on_with_what_was_delivered(house: House) -> No
     assert generated == house.script.output[: len(generated)]
     assert len(generated) == 4
     assert first.nonce != second.nonce
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+async def test_a_decode_lost_after_its_last_token_leaves_a_whole_output(
+    house: House, reason: str
+) -> None:
+    """Nothing in its tokens says so: a grammar was complete, or the context is full."""
+    await house.add(Stage.DECODE, "decode-1")
+    ends = {"stop": common_pb2.FINISH_REASON_STOP, "length": common_pb2.FINISH_REASON_LENGTH}
+    house.script.finish = ends[reason]
+    died = asyncio.Event()
+
+    async def die_once(call: Call) -> None:
+        if not died.is_set():
+            died.set()
+            await call.worker.stop()
+            await hang(call)
+
+    house.script.hooks["decode.finish"] = die_once
+    reply = (await house.chat()).json()
+    assert reply["choices"][0]["finish_reason"] == reason
+    assert reply["usage"]["completion_tokens"] == len(house.script.output)
+    assert len(house.script.jobs_of(Stage.PREFILL)) == 1
 
 
 async def test_a_preempted_request_goes_on_with_the_only_decode(house: House) -> None:

@@ -13,6 +13,7 @@ from decode.ticket import Admitted, Event, Finished, KvFetched, ReadsTerminal, T
 from epd.config import RpcConfig
 from epd.jobs import FinishReason, SampledToken, StageTiming
 from epd.runtime.mailbox import Mailbox
+from protos.epd.v1.common_pb2 import FINISH_REASON_STOP
 
 
 def made(index: int) -> TokenMade:
@@ -23,13 +24,15 @@ def test_tokens_in_a_row_become_one_message_in_order() -> None:
     events: list[Event] = [
         Admitted(0),
         KvFetched(1.0, 2),
-        *[made(i) for i in range(1, 6)],
+        *[made(i) for i in range(1, 5)],
+        TokenMade(5, SampledToken(105), FinishReason.STOP),
         Finished(FinishReason.STOP, 6, StageTiming()),
     ]
     sent = list(messages(events))
     assert [m.WhichOneof("kind") for m in sent] == ["admitted", "kv_fetched", "tokens", "finished"]
     assert sent[2].tokens.first_index == 1
     assert [token.id for token in sent[2].tokens.tokens] == [101, 102, 103, 104, 105]
+    assert sent[2].tokens.finish_reason == sent[3].finished.reason == FINISH_REASON_STOP
     assert sent[3].finished.output_tokens == 6
 
 
@@ -37,8 +40,9 @@ def test_what_gathered_for_long_is_no_message_too_large_to_send() -> None:
     """Ten thousand tokens with twenty alternatives each, for a client that reads slowly."""
     top = tuple((index, -float(index)) for index in range(20))
     events: list[Event] = [
-        TokenMade(index, SampledToken(index, -1.0, top)) for index in range(3, 10_003)
+        TokenMade(index, SampledToken(index, -1.0, top)) for index in range(3, 10_002)
     ]
+    events.append(TokenMade(10_002, SampledToken(10_002, -1.0, top), FinishReason.LENGTH))
     sent = list(messages([*events, Finished(FinishReason.LENGTH, 10_003, StageTiming())]))
     assert max(message.ByteSize() for message in sent) < RpcConfig().control_bytes / 32
     *tokens, finished = sent
@@ -48,6 +52,7 @@ def test_what_gathered_for_long_is_no_message_too_large_to_send() -> None:
         assert message.tokens.first_index == at
         at += len(message.tokens.tokens)
     assert at == 10_003
+    assert [m for m in tokens if m.tokens.finish_reason] == tokens[-1:]
     assert [t.id for m in tokens for t in m.tokens.tokens] == list(range(3, 10_003))
 
 

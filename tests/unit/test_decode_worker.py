@@ -31,6 +31,7 @@ async def test_a_whole_output(bench: Bench) -> None:
     assert [type(e) for e in events] == [Admitted, KvFetched, *[TokenMade] * 4, Finished]
     made = [e for e in events if isinstance(e, TokenMade)]
     assert [(e.index, e.token.id) for e in made] == [(1, 51), (2, 52), (3, 53), (4, 54)]
+    assert [e.reason for e in made] == [None, None, None, FinishReason.LENGTH]
     assert (events[-1].reason, events[-1].output_tokens) == (FinishReason.LENGTH, 5)
     assert events[-1].timing.transfer_bytes == 3 * bench.owner.layout.block_bytes
     assert bench.used == 0, "free at the end, whatever the client does"

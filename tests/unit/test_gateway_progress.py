@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from epd.errors import EpdError
-from epd.jobs import FinishReason, SampledToken, SamplingParams
+from epd.jobs import SampledToken
 from gateway.progress import Progress
-from gateway.request import Event, NewTokens, finished_by
+from gateway.request import Event, NewTokens
 from gateway.timeline import Timeline
 
 
@@ -67,25 +67,3 @@ async def test_what_was_not_delivered_is_generated_again() -> None:
     assert delivered(queue) == [0]
     await progress.extend(1, tokens(1))
     assert delivered(queue) == [1]
-
-
-@pytest.mark.parametrize(
-    ("output", "params", "reason"),
-    [
-        ([], SamplingParams(max_tokens=1), None),
-        ([5], SamplingParams(max_tokens=2), None),
-        ([5, 6], SamplingParams(max_tokens=2), FinishReason.LENGTH),
-        ([5], SamplingParams(max_tokens=2, eos_token_ids=(5,)), FinishReason.STOP),
-        ([5], SamplingParams(max_tokens=2, eos_token_ids=(5,), ignore_eos=True), None),
-        (
-            [5],
-            SamplingParams(max_tokens=2, stop_token_ids=(5,), ignore_eos=True),
-            FinishReason.STOP,
-        ),
-        ([5, 7], SamplingParams(max_tokens=2, stop_token_ids=(7,)), FinishReason.STOP),
-    ],
-)
-def test_a_whole_output_is_recognised(
-    output: list[int], params: SamplingParams, reason: FinishReason | None
-) -> None:
-    assert finished_by(tokens(*output), params) is reason

@@ -286,9 +286,15 @@ class Tokens(_message.Message):
 
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
     first_index: _builtins.int
     """Index (from 0) among the output tokens of the first of these; makes a
     duplicate or a gap visible.
+    """
+    finish_reason: _common_pb2.FinishReason.ValueType
+    """Why nothing follows the last of these; unspecified where the output goes on. Finished
+    says it again, but a decode may be lost before: an output that is whole must not be
+    taken up again, and that it is can't be told from its tokens (a complete grammar).
     """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Token]:
@@ -299,10 +305,11 @@ class Tokens(_message.Message):
         *,
         first_index: _builtins.int = ...,
         tokens: _abc.Iterable[_common_pb2.Token] | None = ...,
+        finish_reason: _common_pb2.FinishReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_index", b"first_index", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_index", b"first_index", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
