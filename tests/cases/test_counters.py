@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from prometheus_client import REGISTRY
 from encode.images import ImagePreparer
 from epd.config import Config, FetchConfig, TransferConfig
 from epd.errors import EpdError
+from epd.runtime.core_turns import CoreTurns
 from epd.sandbox import Sandbox, WorkerDied
 from epd.transfer.arena import page_aligned
 from epd.transfer.engine import Engine
@@ -22,6 +25,7 @@ from prefill.ticket import Admitted, EmbeddingFetched, FirstToken
 from tests.e2e.cluster import ROOT
 from tests.e2e.gateway_house import House
 from tests.e2e.peer_process import Memory, PeerProcess
+from tests.turn_taker import TurnTaker
 from tests.unit import decode_bench, prefill_bench, test_encode_worker
 from tests.unit.fake_stage import IMAGE, POISON, prefill_job
 from tests.unit.test_policy_metrics import documented
@@ -134,6 +138,15 @@ async def read_from_a_peer_and_from_nobody() -> None:
         owner.kill()
 
 
+def wait_for_a_turn_too_long(file: Path) -> None:
+    """Another process computes, and goes on."""
+    turns = CoreTurns(str(file), "decode", longest_s=0.0)
+    with TurnTaker(file) as other:
+        other.do("take")
+        turns.take()
+    turns.close()
+
+
 def evicted() -> Counter[str]:
     """Entries that gave way, by cache."""
     found: Counter[str] = Counter()
@@ -165,7 +178,9 @@ COLOCATED = {"epd_kv_adopted_blocks_total", "epd_transfer_local_bytes_total"}
 """Need two stages in one process: `tests/e2e/test_colocated.py` moves them."""
 
 
-async def test_ops_08_every_counter_moves(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ops_08_every_counter_moves(
+    house: House, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """All counters that the documentation lists, each by what it counts."""
     names = {name for name, kind, _ in documented() if kind == "counter"} - COLOCATED
     assert all(name in (ROOT / "tests/e2e/test_colocated.py").read_text() for name in COLOCATED)
@@ -178,5 +193,6 @@ async def test_ops_08_every_counter_moves(house: House, monkeypatch: pytest.Monk
     await lose_a_decoder(monkeypatch)
     await fetch_what_is_refused()
     await read_from_a_peer_and_from_nobody()
+    await asyncio.to_thread(wait_for_a_turn_too_long, tmp_path / "turns")
     still = {name for name in names if total(name) == before[name]}
     assert still == set()
