@@ -6,6 +6,7 @@ Imports neither torch, transformers nor mooncake.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from epd.addresses import joined
 from epd.config import Config, GatewayConfig, WorkerConfig
 from epd.errors import EpdError, invalid
 from epd.rpc import tls
+from epd.runtime.core_turns import open_file
 from epd.transfer.wall import Wall
 from epd.wheel import require_mooncake
 
@@ -27,7 +29,7 @@ def check(config: Config, ports: Iterable[Port], *, gateway: bool, worker: bool)
     Raises:
         EpdError: a port is taken, a file of the checkpoint is missing or damaged, Mooncake's
             build is missing or the wrong one, or certificates are, or a network can't be
-            read; it names the setting, or the file.
+            read, or the file for turns not opened; it names the setting, or the file.
     """
     for _, problem in tried(ports):
         if problem:
@@ -40,6 +42,7 @@ def check(config: Config, ports: Iterable[Port], *, gateway: bool, worker: bool)
         require_mooncake("cpu")
         _require_own("transfer.host", config.transfer.host)
         Wall.around(config.transfer.host, config.transfer.networks)
+        _require_turns(config.worker.turns_file)
     _require_checkpoint(config.model.path)
 
 
@@ -105,6 +108,12 @@ def _require_own(key: str, host: str) -> None:
     except OSError as error:
         what = f"{host}: {error.strerror}; it must be an address of this machine"
         raise invalid(f"{key}: {what}", key) from error
+
+
+def _require_turns(path: str) -> None:
+    """Called before this process takes turns: closing the file would end them."""
+    if path:
+        os.close(open_file(path))
 
 
 def _socket(host: str) -> socket.socket:

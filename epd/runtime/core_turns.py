@@ -36,6 +36,21 @@ _POLL_S: Final = 0.0005
 LONGEST_S: Final = 5.0
 
 
+def open_file(path: str) -> int:
+    """A descriptor of the queue's file, which is made if there is none.
+
+    Closing it, or any other of that file, ends all locks that the process has in it.
+
+    Raises:
+        EpdError: INVALID_REQUEST, it can't be made or opened.
+    """
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        why = f"worker.turns_file: {path}: {error.strerror}"
+        raise invalid(why, "worker.turns_file") from error
+
+
 class CoreTurns:
     """The place of one process in the queue. One thread at a time (the engine thread), but
     for `wanted`.
@@ -46,10 +61,7 @@ class CoreTurns:
 
     def __init__(self, path: str, name: str, longest_s: float = LONGEST_S) -> None:
         """Raises EpdError: INVALID_REQUEST, the file can't be made or opened."""
-        try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise invalid(f"{path}: {error.strerror}", "worker.turns_file") from error
+        self._file = open_file(path)
         self._longest_s = longest_s
         self._place = _OUTSIDE
         self._beside: int | None = None

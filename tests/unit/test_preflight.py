@@ -55,6 +55,13 @@ def test_a_taken_port(taken: int, capsys: pytest.CaptureFixture[str], key: str) 
     assert said.startswith(f"{key}: 127.0.0.1:{taken}: Address already in use")
 
 
+def test_a_file_for_turns_that_cant_be_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(settings(**{"worker.turns_file": str(tmp_path)}), capsys)
+    assert said == f"worker.turns_file: {tmp_path}: Is a directory"
+
+
 def test_two_keys_with_one_port(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
