@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from epd.kv.layout import KvLayout, LayerShape
-from epd.kv.mirror import PAGE_BYTES, HostMirror
+from epd.kv.mirror import HostMirror
+from epd.pages import touched
 
 
 class KvPool:
     """`num_blocks` blocks of `layout` on `device`.
 
-    CPU memory is page-aligned and written once here, so that the process's resident
-    size is what it will be under load and no first request pays for page faults.
+    CPU memory is in large pages (`epd.pages`) and written once here, so that the process's
+    resident size is what it will be under load and no first request pays for page faults.
     Zeros, too: bytes that were never written are finite numbers.
 
     `mirrored`: see above; None: on every device but the CPU. `spare` blocks more lie
@@ -47,10 +48,10 @@ class KvPool:
         on_host = self.device.type == "cpu"
         self._places = num_blocks + (int(not on_host) if spare is None else spare)
         whole = self._places * layout.block_bytes
-        self._memory = torch.zeros(whole + PAGE_BYTES, dtype=torch.uint8, device=self.device)
-        start = -self._memory.data_ptr() % PAGE_BYTES
-        everything = self._memory[start : start + whole]
-        everything.fill_(0)  # zeros() may map untouched pages; this touches them
+        if on_host:
+            everything = touched(whole)
+        else:
+            everything = torch.zeros(whole, dtype=torch.uint8, device=self.device)
         self.bytes = everything[: self.nbytes].view(num_blocks, layout.block_bytes)
         """[num_blocks, block_bytes] uint8, contiguous."""
         staged = not on_host if mirrored is None else mirrored

@@ -13,12 +13,12 @@ Invariants of `Extents`, checked by `check_integrity()`:
 
 from __future__ import annotations
 
-import mmap
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from epd.errors import EpdError, ErrorKind
+from epd.pages import touched
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +117,7 @@ class Extents:
 
 
 class Arena(Extents):
-    """Extents plus the bytes: page-aligned host memory, touched once at creation.
+    """Extents plus the bytes: host memory in large pages, touched once at creation.
 
     The arena owns the memory; register `address, nbytes` with the engine with
     the arena as owner, so that it outlives every read.
@@ -125,7 +125,7 @@ class Arena(Extents):
 
     def __init__(self, nbytes: int, alignment: int = 64) -> None:
         super().__init__(nbytes, alignment)
-        self.tensor = page_aligned(nbytes)
+        self.tensor = touched(nbytes)
 
     @property
     def address(self) -> int:
@@ -137,17 +137,3 @@ class Arena(Extents):
     def view(self, extent: Extent) -> torch.Tensor:
         """The extent's bytes, uint8 `[nbytes]`; a view, valid until it is freed."""
         return self.tensor[extent.offset : extent.offset + extent.nbytes]
-
-
-def page_aligned(nbytes: int) -> torch.Tensor:
-    """Zeroed, page-aligned uint8 tensor `[nbytes]` that owns its memory.
-
-    Every page is written once: registration pins what exists, and a first touch
-    inside a transfer would be a page fault on Mooncake's I/O thread.
-    """
-    import torch
-
-    tensor = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-    tensor.zero_()
-    assert tensor.data_ptr() % mmap.PAGESIZE == 0
-    return tensor

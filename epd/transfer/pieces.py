@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-CHUNK_BYTES = 8 << 20
-"""Longest descriptor. Long enough that its 30-75 us don't show (8 MiB take about
-4 ms on loopback), short enough that a cancelled read is soon over and that two
-reads share a connection fairly."""
+CHUNK_BYTES = 4 << 20
+"""Longest descriptor. Long enough that its 30-75 us don't show (4 MiB take about
+2 ms on loopback), short enough that a cancelled read is soon over and that two
+reads share a connection fairly. 64 MiB are then one for each of Mooncake's connections
+(measured: docs/transfer.md)."""
 
 
 class Piece(NamedTuple):

@@ -22,7 +22,7 @@ from epd.handoff import embedding_contract
 from epd.jobs import SampledToken
 from epd.kv.pool import KvPool
 from epd.models.batch import ForwardBatch
-from epd.transfer.arena import page_aligned
+from epd.pages import touched
 from epd.transfer.checksum import checksum
 from epd.transfer.contract import Handle, Span
 from epd.transfer.pieces import Piece
@@ -36,7 +36,7 @@ from tests.waiting import LIMIT_S
 def embedding(picture: str) -> Any:
     """Rows as an encoder would hold them."""
     rows = rows_of(picture)
-    memory = page_aligned(rows * ROW_BYTES)
+    memory = touched(rows * ROW_BYTES)
     view = memory.numpy().view("float32").reshape(rows, -1)
     view[:, 0] = [row_value(picture, row) for row in range(rows)]
     return memory

@@ -15,9 +15,9 @@ from prometheus_client import REGISTRY
 from encode.images import ImagePreparer
 from epd.config import Config, FetchConfig, TransferConfig
 from epd.errors import EpdError
+from epd.pages import touched
 from epd.runtime.core_turns import CoreTurns
 from epd.sandbox import Sandbox, WorkerDied
-from epd.transfer.arena import page_aligned
 from epd.transfer.engine import Engine
 from epd.transfer.pieces import Piece
 from gateway.fetch.fetcher import Fetcher
@@ -81,7 +81,7 @@ async def land_more_than_is_kept() -> None:
     rows, bench = 40_000, prefill_bench.Bench(kv__prefill_tokens=1 << 17)
     for name in "ab":
         item = prefill_bench.image(rows, name)
-        memory = page_aligned(rows * 16)
+        memory = touched(rows * 16)
         ticket = await bench.worker.submit(prefill_job([20, *[IMAGE] * rows, 21], items=(item,)))
         await prefill_bench.until_event(ticket, Admitted)
         bench.worker.embedding_ready(ticket, 0, prefill_bench.announced(bench, memory, rows=rows))

@@ -18,7 +18,7 @@ from epd.handoff import embedding_contract
 from epd.jobs import ImageItem
 from epd.kv.pool import KvPool
 from epd.models.lm import ForwardBatch
-from epd.transfer.arena import page_aligned
+from epd.pages import touched
 from epd.transfer.checksum import checksum
 from epd.transfer.contract import Handle, Span
 from prefill.ticket import Admitted, FirstToken
@@ -87,7 +87,7 @@ async def serve(worker: prefill_bench.Bench, rows: list[int], number: int, memor
 async def test_lif_05_requests_that_wait_hold_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Places for two pictures and a half, thirty requests of one or two: all are answered."""
     chance = random.Random(5)
-    made, memory = bench(monkeypatch), page_aligned(1 << 20)
+    made, memory = bench(monkeypatch), touched(1 << 20)
     size = ROWS * 2 // 5
     wanted = [[size - chance.randrange(8)] * chance.choice([1, 1, 2]) for _ in range(30)]
     async with asyncio.timeout(LIMIT_S):
@@ -104,7 +104,7 @@ async def test_lif_06_what_fills_the_memory_exactly_is_served(
     made = bench(monkeypatch)
     assert made.worker.describe().max_rows == ROWS
     async with asyncio.timeout(LIMIT_S):
-        await serve(made, rows, 1, page_aligned(1 << 20))
+        await serve(made, rows, 1, touched(1 << 20))
     await made.close()
 
 

@@ -7,11 +7,11 @@ from typing import Any
 from torch import nn
 
 from epd.models.kernels.linear import Int8Kernel, LinearKernel, PackedLinear
-from epd.models.kernels.memory import huge_pages
+from epd.pages import untouched
 
 
 def packed_linear(kernel: LinearKernel | Int8Kernel, linear: nn.Linear) -> PackedLinear:
-    packed = huge_pages(kernel.packed_bytes(linear.weight))
+    packed = untouched(kernel.packed_bytes(linear.weight))
     kernel.pack(linear.weight.detach(), packed)
     return PackedLinear(kernel, (linear.out_features, linear.in_features), linear.bias, packed)
 

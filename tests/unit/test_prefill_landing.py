@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import ImageItem
-from epd.transfer.arena import page_aligned
+from epd.pages import touched
 from prefill.ticket import Admitted, EmbeddingFetched, FirstToken, ReadsTerminal, Ticket
 from tests.uncollected import uncollected
 from tests.unit.fake_stage import IMAGE, prefill_job
@@ -35,7 +35,7 @@ _ENCODERS: list[Tensor] = []
 
 def source(value: int) -> Tensor:
     """An encoder's memory."""
-    rows = page_aligned(4096)
+    rows = touched(4096)
     rows[:] = value
     _ENCODERS.append(rows)
     return rows

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from epd.errors import EpdError, invalid
-from epd.transfer.arena import page_aligned
+from epd.pages import touched
 from epd.transfer.checksum import verify_at
 from prefill.ticket import Admitted, FirstToken, KvReady, ReadsTerminal, Ticket
 from tests.unit.fake_stage import BLOCK, IMAGE, prefill_job
@@ -122,7 +122,7 @@ async def with_image(bench: Bench, ids: list[int], name: str) -> list[Any]:
     ticket = await bench.worker.submit(prefill_job(ids, items=items))
     events = await until_event(ticket, Admitted)
     for index in events[0].missing_items:
-        rows = page_aligned(4096)
+        rows = touched(4096)
         bench.worker.embedding_ready(ticket, index, announced(bench, rows))
     events += await until_event(ticket, FirstToken)
     bench.worker.close(ticket, clean=True)

@@ -10,7 +10,7 @@ import pytest
 
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import FinishReason
-from epd.transfer.arena import page_aligned
+from epd.pages import touched
 from prefill.ticket import Admitted, EmbeddingFetched, FirstToken, KvReady, ReadsTerminal
 from tests.unit.fake_stage import BLOCK, IMAGE, POISON, prefill_job
 from tests.unit.prefill_bench import Bench, announced, image, in_step, until_event
@@ -127,7 +127,7 @@ async def test_without_overlap_nothing_runs_before_the_image_and_blocks_come_at_
     await until(lambda: len(bench.lm.batches) == overlap)
     await a_moment()
     assert bench.lm.batches == ([ids[:4]] if overlap else [])
-    rows = page_aligned(4096)
+    rows = touched(4096)
     bench.worker.embedding_ready(ticket, 0, announced(bench, rows))
     events = await until_event(ticket, FirstToken)
     assert [bench.lm.batches[n] for n in range(5)] == [ids[n : n + 4] for n in range(0, 17, 4)]
@@ -202,7 +202,7 @@ async def test_an_image_is_read_verified_and_its_place_given_back(bench: Bench) 
     await until(lambda: bench.lm.batches)
     await a_moment()
     assert bench.lm.batches == [[20]], "the text before the image runs, no more"
-    rows = page_aligned(4096)
+    rows = touched(4096)
     rows[:48] = 7
     bench.worker.embedding_ready(ticket, 0, announced(bench, rows))
     with pytest.raises(EpdError, match="not missing"):
@@ -217,7 +217,7 @@ async def test_a_place_that_a_read_may_write_into_is_not_given_back(bench: Bench
     ids = [20, IMAGE, IMAGE, IMAGE, 21]
     ticket = await bench.worker.submit(prefill_job(ids, items=(image(),)))
     await until_event(ticket, Admitted)
-    rows = page_aligned(4096)
+    rows = touched(4096)
     bench.memory.engine.gate.clear()
     bench.worker.embedding_ready(ticket, 0, announced(bench, rows))
     await until(lambda: bench.memory.engine.readers)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from epd.errors import EpdError, ErrorKind
-from epd.transfer.arena import Arena, Extent, Extents, page_aligned
+from epd.transfer.arena import Arena, Extent, Extents
 
 
 class ExtentsMachine(RuleBasedStateMachine):
@@ -117,13 +115,3 @@ def test_arena_bytes_are_where_the_extents_say() -> None:
     assert arena.view(first).sum() == 100
     assert arena.view(second).data_ptr() == arena.address_of(second)
     assert arena.tensor.sum() == 300
-
-
-def test_page_aligned_memory_lives_as_long_as_its_tensor() -> None:
-    tensor = page_aligned(3 * mmap.PAGESIZE + 5)
-    assert tensor.data_ptr() % mmap.PAGESIZE == 0
-    assert tensor.numel() == 3 * mmap.PAGESIZE + 5
-    view = tensor[-5:]
-    del tensor
-    view.fill_(7)
-    assert view.sum() == 35

@@ -25,10 +25,10 @@ from epd.kv.pool import KvPool
 from epd.models.encoder import VisionEncoder
 from epd.models.kernels import build
 from epd.models.kernels.linear import LinearKernel
-from epd.models.kernels.memory import huge_pages
 from epd.models.lm import DecodeRow, ForwardBatch, LanguageModel, SequenceSlice
 from epd.models.processor import PreparedImage, Processor
 from epd.models.quantize import GROUP
+from epd.pages import untouched
 
 Kernels = Literal["auto", "off"]
 BATCHES = (1, 4, 8, 16)
@@ -56,7 +56,7 @@ def read_case(lm: LanguageModel, threads: int) -> Case:
 
 def reading(nbytes: int, threads: int) -> Case:
     """Reads so many bytes from memory once, as fast as these threads can."""
-    memory = huge_pages(nbytes // 64 * 64).fill_(1)
+    memory = untouched(nbytes // 64 * 64).fill_(1)
     library = build.load()
     run: Callable[[], object] = memory.view(torch.int64).sum
     if library is not None:

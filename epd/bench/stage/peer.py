@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import mmap
 import random
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from epd.config import TransferConfig
+from epd.pages import large_pages
 from epd.transfer.contract import Peer
 from epd.transfer.engine import Engine
 
@@ -27,11 +27,11 @@ _PATTERN_BYTES = 1 << 16
 
 
 class Memory:
-    """Page-aligned host memory by address, touched once."""
+    """Host memory by address, as a worker's is (`epd.pages`), touched once."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.bytes = mmap.mmap(-1, nbytes)
+        self.bytes = large_pages(nbytes)
         self._exported = (ctypes.c_char * nbytes).from_buffer(self.bytes)
         self.address = ctypes.addressof(self._exported)
         self.bytes[:] = bytes(nbytes)

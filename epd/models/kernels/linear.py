@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from epd.models.kernels.build import Library
-from epd.models.kernels.memory import huge_pages
 from epd.models.quantize import GROUP, chunks, quantize, release, shared_weights
+from epd.pages import untouched
 
 _ALIGN: Final = 64
 _PANEL: Final = 32
@@ -125,7 +125,7 @@ def pack_linears(model: nn.Module, kernel: LinearKernel) -> Tensor:
     """
     linears: list[Any] = [module for module in model.modules() if _can_run(module)]
     sizes = [kernel.packed_bytes(linear.weight) for linear in linears]
-    region = huge_pages(sum(sizes))
+    region = untouched(sum(sizes))
     shared = shared_weights(model)
     start = 0
     for linear, size in zip(linears, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""Where the kernels' memory lies, and what happens to memory that is let go of."""
+"""What happens to memory that is let go of."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import mmap
 from ctypes import c_int, c_void_p
 from typing import Final
 
-import torch
 from torch import Tensor
 
-_HUGE: Final = 2 << 20
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of glibc's mallopt."""
 _KEEP_BELOW: Final = 32 << 20
@@ -28,18 +26,6 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _KEEP_BELOW)
         mallopt(_TRIM_THRESHOLD, _KEEP_IN_ALL)
-
-
-def huge_pages(nbytes: int) -> Tensor:
-    """[nbytes] uint8, in 2 MiB pages where the kernel gives them on request.
-
-    A stream over 4 KiB pages is slower: measured, docs/kernels.md.
-    """
-    memory = torch.empty(nbytes + 2 * _HUGE, dtype=torch.uint8)
-    start = -memory.data_ptr() % _HUGE
-    whole = -(-nbytes // _HUGE) * _HUGE
-    _advise(memory.data_ptr() + start, whole, mmap.MADV_HUGEPAGE)
-    return memory[start : start + nbytes]
 
 
 def give_back(weight: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from epd.models.kernels.linear import LinearKernel, PackedLinear
-from epd.models.kernels.memory import huge_pages
+from epd.pages import untouched
 
 
 class PackedPatches:
@@ -20,7 +20,7 @@ class PackedPatches:
 
     def __init__(self, kernel: LinearKernel, convolution: Any) -> None:
         weight = convolution.weight.detach().flatten(1)
-        packed = huge_pages(kernel.packed_bytes(weight))
+        packed = untouched(kernel.packed_bytes(weight))
         kernel.pack(weight, packed)
         self._size: tuple[int, ...] = convolution.kernel_size
         self._linear = PackedLinear(kernel, tuple(weight.shape), convolution.bias, packed)
