@@ -228,7 +228,7 @@ def test_lif_08_memory_does_not_grow_with_requests(tight: Cluster) -> None:
 
     def rounds(first: int, count: int) -> Iterator[Body]:
         for n in range(first, first + count):
-            picture = file(noise(224, 224, n))
+            picture = file(noise(512, 512, n))  # of 0.8 MB: a process that keeps them shows
             yield body(picture, text("a"), max_tokens=2)
             yield body(picture, text("b"), max_tokens=2, n=2)
             yield body(picture[:-40], text("bad"))

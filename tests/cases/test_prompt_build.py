@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -219,16 +219,25 @@ def scored(*content: Any) -> dict[str, Any]:
 
 
 def test_prm_06_each_picture_is_where_its_part_is(cluster: Cluster) -> None:
-    """Six pictures of different sizes, the first the slowest to decode."""
+    """Six pictures, of which the second and the last have as many rows; the second is ready after
+    all others, and then, from other files of the same pictures, the last."""
     colours = ("red", "blue", "green", "yellow", "white", "black")
-    sizes = ((1500, 1500), (64, 64), (300, 100), (96, 64), (40, 160), (200, 200))
-    files = [file(solid(c, s)) for c, s in zip(colours, sizes, strict=True)]
-    request_ = scored(*files, text("How many shapes are there?"))
-    first = cluster.chat(request_)
-    assert all(distance(first, cluster.chat(request_)) < SAME for _ in range(3))
+    slow, quick = (1500, 1500), (192, 192)
+
+    def shown(
+        colours: Sequence[str], second: tuple[int, int], last: tuple[int, int], level: int = 6
+    ) -> Reply:
+        sizes = ((64, 64), second, (300, 100), (96, 64), (40, 160), last)
+        pictures = [solid(c, s) for c, s in zip(colours, sizes, strict=True)]
+        files = [file(picture, compress_level=level) for picture in pictures]
+        return cluster.chat(scored(*files, text("How many shapes are there?")))
+
+    first = shown(colours, slow, quick)
+    assert distance(first, shown(colours, slow, quick)) < SAME
+    # No cache knows these files.
+    assert distance(first, shown(colours, quick, slow, level=1)) < SAME
     # Same sizes, other pictures: a shuffle of embeddings would not show in the counts.
-    rotated = [file(solid(c, s)) for c, s in zip(colours[1:] + colours[:1], sizes, strict=True)]
-    other = cluster.chat(scored(*rotated, text("How many shapes are there?")))
+    other = shown(colours[1:] + colours[:1], slow, quick)
     assert prompt_tokens(other) == prompt_tokens(first)
     assert distance(first, other) > SAME
 
