@@ -41,6 +41,11 @@ with all_running([rival(slow, out / "slow.log", 1), epd_with(Path(sys.argv[2]), 
 """
 
 
+def _hears_ctrl_c() -> None:
+    """What a shell starts in the background ignores it, and so does all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_script_that_is_ended_waits_for_no_start(
     tmp_path: Path, number: signal.Signals
@@ -48,14 +53,24 @@ async def test_a_script_that_is_ended_waits_for_no_start(
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), str(CHECKPOINT)]
     logs = tmp_path / "slow.log", tmp_path / "epd colocated.log"
     with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_hears_ctrl_c,
     ) as script:
-        family = psutil.Process(script.pid)
-        await until(lambda: all(log.exists() for log in logs) and logs[0].read_text())
-        begun = family.children()
-        assert len(begun) == 2
-        script.send_signal(number)
-        said, _ = script.communicate(timeout=LIMIT_S)
+        try:
+            family = psutil.Process(script.pid)
+            await until(lambda: all(log.exists() for log in logs) and logs[0].read_text())
+            begun = family.children()
+            assert len(begun) == 2
+            script.send_signal(number)
+            said, _ = script.communicate(timeout=LIMIT_S)
+        except BaseException:  # or leaving the block waits for it
+            for process in (*family.children(recursive=True), family):
+                process.kill()
+            raise
     assert (said, script.returncode == 0) == ("", False)
     assert not [process for process in begun if still_runs(process)]
 
