@@ -18,8 +18,9 @@ PYTEST_ARGS ?=
 # start, a deadline, a silence) is half of its time.
 # (nproc would take OMP_NUM_THREADS for the number of cores.)
 JOBS   ?= $(shell echo $$(( ($$(env -u OMP_NUM_THREADS nproc) * 3 + 1) / 2 )))
-# Of those that start services: each has one or two, of four processes and more.
-FEW    := $(if $(filter 0 1 2,$(JOBS)),$(JOBS),3)
+# Of those that start services: each has one or two, of four processes and more. (With three
+# files at a time two tests of 254 failed that way, once: both waited for what may not come first.)
+FEW    := $(if $(filter 0 1,$(JOBS)),$(JOBS),2)
 CHAOS_ARGS  ?= --minutes 60
 SOAK_ARGS   ?= --requests 10000
 STORM_ARGS  ?=

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import itertools
 import secrets
@@ -295,6 +296,8 @@ class _Run:
         try:
             await call.write(message)
         except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            if call is self.decode:
+                await _drain(call)
             raise await failure(call) from None
 
 
@@ -323,6 +326,13 @@ def _now(answer: Any) -> Any:
     except StopIteration as result:
         return result.value
     raise AssertionError("the call has not ended")
+
+
+async def _drain(call: Any) -> None:
+    """Read what nobody reads: a stream's status comes behind the last of its messages."""
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        while await call.read() is not grpc.aio.EOF:
+            pass
 
 
 async def failure(call: Any) -> StageFailed:
