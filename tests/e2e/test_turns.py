@@ -33,9 +33,16 @@ def _answers(cluster: Cluster, asked: list[dict[str, object]]) -> list[str]:
 def test_answers_are_those_of_a_service_without_turns(in_turn: Cluster, cluster: Cluster) -> None:
     asked = _asked(40)
     assert _answers(in_turn, asked) == _answers(cluster, asked)
-    waited = {
-        stage: counter(in_turn.worker(stage).metrics(), "epd_turn_wait_seconds_total", stage=stage)
-        for stage in STAGES
-    }
-    assert sum(waited.values()) > 0.1, "nobody waited for anybody"
+    # A turn that is free takes microseconds; how often one is not is the machine's affair.
+    for grey in range(50, 250, 10):
+        if _waited_s(in_turn) > 0.1:
+            break
+        _answers(in_turn, _asked(grey))
+    assert _waited_s(in_turn) > 0.1, "nobody waited for anybody"
     in_turn.assert_clean()
+
+
+def _waited_s(cluster: Cluster) -> float:
+    """All stages together, for each other's forwards."""
+    name = "epd_turn_wait_seconds_total"
+    return sum(counter(cluster.worker(s).metrics(), name, stage=s) for s in STAGES)
