@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,19 @@ from protos.epd.v1 import common_pb2
 from tests.e2e.fake_stages import Call, fail, hang
 from tests.e2e.gateway_house import House, text_of
 from tests.waiting import LIMIT_S, until
+
+
+def dies_once() -> Callable[[Call], Awaitable[None]]:
+    """A hook: the worker of the first call is gone, and later ones are as usual."""
+    died = asyncio.Event()
+
+    async def die_once(call: Call) -> None:
+        if not died.is_set():
+            died.set()
+            await call.worker.stop()
+            await hang(call)
+
+    return die_once
 
 
 async def test_a_dead_encoders_image_goes_to_another(house: House) -> None:
@@ -43,15 +57,7 @@ async def test_another_decode_takes_over_while_prefill_holds_the_blocks(house: H
 async def test_blocks_that_a_lost_decode_may_still_read_are_quarantined(house: House) -> None:
     """Another one took over and is done with them: the first one's word is missing."""
     await house.add(Stage.DECODE, "decode-1")
-    died = asyncio.Event()
-
-    async def die_once(call: Call) -> None:
-        if not died.is_set():
-            died.set()
-            await call.worker.stop()
-            await hang(call)
-
-    house.script.hooks["decode.fetch"] = die_once
+    house.script.hooks["decode.fetch"] = dies_once()
     assert (await house.chat()).status == 200
     assert len(house.script.jobs_of(Stage.PREFILL)) == 1
     await house.settled()
@@ -111,15 +117,7 @@ async def test_a_decode_lost_after_its_last_token_leaves_a_whole_output(
     await house.add(Stage.DECODE, "decode-1")
     ends = {"stop": common_pb2.FINISH_REASON_STOP, "length": common_pb2.FINISH_REASON_LENGTH}
     house.script.finish = ends[reason]
-    died = asyncio.Event()
-
-    async def die_once(call: Call) -> None:
-        if not died.is_set():
-            died.set()
-            await call.worker.stop()
-            await hang(call)
-
-    house.script.hooks["decode.finish"] = die_once
+    house.script.hooks["decode.finish"] = dies_once()
     reply = (await house.chat()).json()
     assert reply["choices"][0]["finish_reason"] == reason
     assert reply["usage"]["completion_tokens"] == len(house.script.output)

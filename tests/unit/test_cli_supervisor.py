@@ -87,6 +87,19 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     return supervisor
 
 
+async def shown_until_serving(capsys: pytest.CaptureFixture[str]) -> str:
+    """What a supervisor prints until it says that it serves."""
+    shown = ""
+
+    def says_serving() -> bool:
+        nonlocal shown
+        shown += capsys.readouterr().out
+        return "Ctrl-C stops" in shown
+
+    await until(says_serving)
+    return shown
+
+
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -117,14 +130,7 @@ async def test_starts_all_shows_them_and_stops_all(
 ) -> None:
     supervisor = make(**{"serve.encode": 2, "serve.decode": 3})
     serving = asyncio.create_task(supervisor.serve())
-    shown = ""
-
-    def says_serving() -> bool:
-        nonlocal shown
-        shown += capsys.readouterr().out
-        return "Ctrl-C stops" in shown
-
-    await until(says_serving)
+    shown = await shown_until_serving(capsys)
     pids = [child.report["pid"] for child in supervisor.children]
     assert len(set(pids)) == 7
     for name in ("gateway", "encode-1", "prefill-0", "decode-2"):
@@ -141,14 +147,7 @@ async def test_all_times_are_since_serve_began(
     supervisor = make()
     supervisor.started -= 1000  # as if that had taken so long
     serving = asyncio.create_task(supervisor.serve())
-    shown = ""
-
-    def says_serving() -> bool:
-        nonlocal shown
-        shown += capsys.readouterr().out
-        return "Ctrl-C stops" in shown
-
-    await until(says_serving)
+    shown = await shown_until_serving(capsys)
     supervisor.stop()
     assert await serving == 0
     told = [float(seconds) for seconds in re.findall(r" after (\S+) s[,;]", shown)]
