@@ -71,9 +71,9 @@ class EngineThread:
         if self._turns is None:
             yield
             return
-        self._turns.take(self.advance)  # waiting for another process is no stall of this one
-        self.advance()
         try:
+            self._turns.take(self.advance)  # waiting for another process is no stall of this one
+            self.advance()
             yield
         finally:
             self._turns.give()

@@ -190,6 +190,22 @@ async def test_waiting_for_another_process_is_no_stall(host: Host) -> None:
     await loop.close()
 
 
+async def test_a_turn_that_failed_while_it_was_taken_is_given_back(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, loop = host.process(), StepLoop("prefill", _no_step, lambda: False, _thread(host))
+
+    def refuse(file: int) -> None:
+        raise PermissionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("epd.runtime.core_turns.os.utime", refuse)
+        with pytest.raises(PermissionError):
+            await loop.run(lambda: None, 1)
+    assert other.do("take") == "taken at once"
+    await loop.close()
+
+
 def _stands_at(turns: CoreTurns, place: int) -> bool:
     """Whether another process does."""
     if not turns._lock(place):
