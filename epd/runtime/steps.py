@@ -79,7 +79,10 @@ class EngineThread:
             self._turns.give()
 
     def shut_down(self) -> None:
-        """Wait for the running step; after it none runs. May be called again."""
+        """Wait for the running step; after it none runs, nor does one that waits for another
+        process's. May be called again."""
+        if self._turns is not None:
+            self._turns.stop()
         self.executor.shutdown(True)
         if self._turns is not None:
             self._turns.close()

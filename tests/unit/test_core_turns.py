@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from epd.errors import EpdError
 from epd.obs import metrics
-from epd.runtime.core_turns import CoreTurns
+from epd.runtime.core_turns import LOOK_S, CoreTurns
 from epd.runtime.series import Series
 from epd.runtime.steps import EngineThread, StepLoop
 from tests.readings import reading
 from tests.turn_taker import TurnTaker
-from tests.waiting import block_until, until
+from tests.waiting import block_until, soon, until
 
 SHORT_S = 0.05
+NEVER_S = 1000.0
+"""No test lasts so long: who looks that seldom has to be waked."""
 
 
 class Host:
@@ -31,11 +35,11 @@ class Host:
         self.file = file
         self._stack = stack
 
-    def process(self, longest_s: float = 60.0) -> TurnTaker:
-        return self._stack.enter_context(TurnTaker(self.file, longest_s))
+    def process(self, longest_s: float = 60.0, look_s: float = LOOK_S) -> TurnTaker:
+        return self._stack.enter_context(TurnTaker(self.file, longest_s, look_s))
 
-    def here(self, longest_s: float = 60.0) -> CoreTurns:
-        turns = CoreTurns(str(self.file), "prefill", longest_s)
+    def here(self, longest_s: float = 60.0, look_s: float = LOOK_S) -> CoreTurns:
+        turns = CoreTurns(str(self.file), "prefill", longest_s, look_s)
         self._stack.callback(turns.close)
         return turns
 
@@ -72,7 +76,7 @@ def test_first_come_first_served_also_for_who_had_it_last(host: Host) -> None:
     second.tell("take")
     block_until(lambda: here.wanted)
     third.tell("take")
-    block_until(lambda: _stands_at(here, 2))
+    block_until(lambda: here._taken(2))
     here.give()
     with ThreadPoolExecutor(1) as pool:
         again = pool.submit(here.take)
@@ -133,10 +137,135 @@ def test_who_computed_beside_a_long_turn_waits_for_the_next(host: Host) -> None:
     assert reading(waited) - before >= SHORT_S
 
 
+class Clock:
+    """What `take` takes for the time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("epd.runtime.core_turns.time.monotonic", lambda: self.now)
+
+
+def test_a_queue_may_take_long_but_no_turn(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three turns of six seconds each are waited for where ten are the most for one; the fourth
+    doesn't end."""
+    ahead = [host.process() for _ in range(4)]
+    here, overruns = host.here(longest_s=10.0), metrics.TURN_OVERRUNS.labels("prefill")
+    ahead[0].do("take")
+    for place, process in enumerate(ahead[1:], 1):
+        process.tell("take")
+        block_until(partial(here._taken, place))
+    clock, before = Clock(monkeypatch), reading(overruns)
+    seen: list[float] = []
+
+    def waits() -> None:
+        if here._place > len(ahead):  # it moves up before anything else happens
+            return
+        seen.append(clock.now)
+        clock.now += 6.0
+        if len(ahead) > 1:
+            ahead.pop(0).do("give")
+            assert ahead[0].hear() == "taken contended"
+
+    here.take(waits)
+    assert reading(overruns) == before + 1
+    assert seen == [0.0, 6.0, 12.0, 18.0, 24.0]
+
+
+def test_no_two_turns_look_alike_however_short(host: Host) -> None:
+    """By the file's time of change those of one tick of the kernel's clock did."""
+    here = host.here()
+    numbers = []
+    for _ in range(100):
+        here.take()
+        numbers.append(here._latest())
+        here.give()
+    assert len(set(numbers)) == 100
+
+
+def test_who_gives_a_turn_wakes_the_next(host: Host) -> None:
+    here = host.here()
+    others = [host.process(look_s=NEVER_S) for _ in range(2)]
+    here.take()
+    for place, other in enumerate(others, 1):
+        other.tell("take")
+        block_until(partial(here._taken, place))
+    here.give()
+    for other in others:
+        assert other.hear() == "taken contended"
+        assert other.do("give") == "given"
+
+
+def test_nobody_who_comes_at_any_moment_is_left_asleep(host: Host) -> None:
+    """Three processes at once, hundreds of times, none of which looks by itself."""
+    processes = [host.process(look_s=NEVER_S) for _ in range(3)]
+    for process in processes:
+        process.tell("many")
+    assert [process.hear() for process in processes] == ["had"] * 3
+    assert [process.do("overruns") for process in processes] == ["0"] * 3
+
+
+def test_one_that_dies_in_the_queue_holds_up_nobody(host: Host) -> None:
+    here, second, third = host.here(), host.process(), host.process()
+    here.take()
+    second.tell("take")
+    block_until(lambda: here._taken(1))
+    third.tell("take")
+    block_until(lambda: here._taken(2))
+    second.signal(signal.SIGKILL)
+    block_until(lambda: not here._taken(2) and here.wanted)
+    here.give()
+    assert third.hear() == "taken contended"
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 5, b"\xff" * 100])
+def test_who_writes_into_the_file_or_cuts_it_short_ends_no_queue(
+    host: Host, content: bytes
+) -> None:
+    here, other = host.here(), host.process()
+
+    def damage() -> None:  # not by this process, whose locks in the file would end
+        subprocess.run(
+            ["tee", str(host.file)], input=content, stdout=subprocess.DEVNULL, check=True
+        )
+
+    for _ in range(3):
+        here.take()
+        damage()
+        other.tell("take")
+        block_until(lambda: here.wanted)
+        damage()
+        here.give()
+        assert other.hear() == "taken contended"
+        damage()
+        other.do("give")
+    assert other.do("overruns") == "0"
+
+
+async def test_a_process_that_ends_waits_for_nobody(host: Host) -> None:
+    other, thread = host.process(), _thread(host, look_s=NEVER_S)
+    loop = StepLoop("prefill", _no_step, lambda: False, thread)
+    other.do("take")
+    other.signal(signal.SIGSTOP)
+    ran: list[str] = []
+    running = asyncio.create_task(loop.run(lambda: ran.append("here"), 1))
+    await until(lambda: loop.in_step)
+    await until(lambda: thread._turns is not None and thread._turns._place == 1)
+    with soon(30.0, "a holder that is stopped"):
+        await loop.close()
+    with pytest.raises(EpdError, match="the worker stops"):
+        await running
+    assert ran == []
+
+
 def test_a_file_that_cant_be_made_is_named(tmp_path: Path) -> None:
     with pytest.raises(EpdError, match="no/turns: No such file") as caught:
         CoreTurns(str(tmp_path / "no" / "turns"), "encode")
     assert caught.value.param == "worker.turns_file"
+
+
+def test_a_file_that_cant_be_written_is_named() -> None:
+    with pytest.raises(EpdError, match=r"worker\.turns_file: /dev/full: "):
+        CoreTurns("/dev/full", "encode")
 
 
 async def test_a_series_of_steps_ends_when_another_process_waits(host: Host) -> None:
@@ -195,27 +324,19 @@ async def test_a_turn_that_failed_while_it_was_taken_is_given_back(
 ) -> None:
     other, loop = host.process(), StepLoop("prefill", _no_step, lambda: False, _thread(host))
 
-    def refuse(file: int) -> None:
+    def refuse(file: int, data: bytes, offset: int) -> None:
         raise PermissionError
 
     with monkeypatch.context() as patched:
-        patched.setattr("epd.runtime.core_turns.os.utime", refuse)
+        patched.setattr("epd.runtime.core_turns.os.pwrite", refuse)
         with pytest.raises(PermissionError):
             await loop.run(lambda: None, 1)
     assert other.do("take") == "taken at once"
     await loop.close()
 
 
-def _stands_at(turns: CoreTurns, place: int) -> bool:
-    """Whether another process does."""
-    if not turns._lock(place):
-        return True
-    turns._unlock(place)
-    return False
-
-
-def _thread(host: Host) -> EngineThread:
-    return EngineThread("decode", CoreTurns(str(host.file), "decode", 60.0))
+def _thread(host: Host, look_s: float = LOOK_S) -> EngineThread:
+    return EngineThread("decode", CoreTurns(str(host.file), "decode", 60.0, look_s))
 
 
 async def _no_step() -> bool:
