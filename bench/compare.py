@@ -37,12 +37,10 @@ from bench.contenders import (
     Start,
     all_running,
     connected,
-    epd_in_turns,
     epd_split,
-    epd_unpinned,
     epd_with,
 )
-from bench.rivals import SLOW, contest, rivals
+from bench.rivals import SLOW, contest, rivals, sharing
 from bench.scenarios import (
     AS_RECORDED,
     INTERFERENCE,
@@ -268,21 +266,12 @@ def _starts(given: argparse.Namespace) -> list[Start]:
     starts = [epd_with(checkpoint, threads, given.out, each) for each in settings]
     if not given.no_split:
         starts.append(epd_split(checkpoint, given.out))
-    for text in given.unpinned:
-        starts.append(epd_unpinned(checkpoint, given.out, text.split(",") if text else ()))
-    for text in given.turns:
-        own = text.split(",") if text else ()
-        starts.append(epd_in_turns(checkpoint, threads, given.out, own))
-    return [*starts, *rivals(given, given.out)]
+    return [*starts, *sharing(given), *rivals(given, given.out)]
 
 
 def _arguments() -> argparse.Namespace:
     parser = contest(__doc__, minutes=18.0)
     parser.add_argument("--colocated", action="append", default=[], metavar="SETTING,SETTING")
-    for flag in ("--unpinned", "--turns"):
-        parser.add_argument(
-            flag, action="append", default=[], nargs="?", const="", metavar="SETTING,SETTING"
-        )
     parser.add_argument("--no-split", action="store_true")
     parser.add_argument("--no-interference", action="store_true")
     names = [scenario.name for scenario in SCENARIOS]

@@ -28,12 +28,19 @@ class Found:
     how: dict[str, str]
     every_s: float = 5.0
     """Between two bursts."""
+    long_tokens: int = 0
+    """Of the text prompt that each burst has beside its images; 0: none."""
     alone: list[Round] = field(default_factory=list)
     budgets: list[Round] = field(default_factory=list)
     """The middle load, once for each budget of the monolithic server."""
     best: str = ""
     loaded: dict[int, list[Round]] = field(default_factory=dict)
     """By images in a burst."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of requests."""
+        return ("steady", "burst", "long") if self.long_tokens else ("steady", "burst")
 
     def keep(self, images: int, done: Round) -> None:
         self.loaded.setdefault(images, []).append(done)
@@ -129,8 +136,10 @@ def goodput(found: Found, rounds: Sequence[Round]) -> float | None:
 def tables(found: Found) -> str:
     parts = [_budget_table(found), _load_table(found), _ratio_table(found)]
     lines = [f"- a burst every {found.every_s:g} s, while four streams decode"]
+    if found.long_tokens:
+        lines += [f"- each with a text prompt of {found.long_tokens} tokens"]
     lines += [f"- {name}: {how}" for name, how in found.how.items()]
-    for kind in ("steady", "burst"):
+    for kind in found.kinds:
         if slo := found.slo(kind):
             lines.append(
                 f"- good {kind}: TTFT <= {slo.ttft:.2f} s, TPOT <= {slo.tpot * 1e3:.0f} ms"
@@ -208,6 +217,7 @@ def document(found: Found) -> bytes:
         "servers": found.how,
         "best budget": found.best,
         "every_s": found.every_s,
+        "long_tokens": found.long_tokens,
         "requests": rows,
     }
     return orjson.dumps(whole, option=orjson.OPT_INDENT_2)

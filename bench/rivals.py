@@ -1,11 +1,11 @@
-"""The flags of `bench.compare` and `bench.interference`: what they share, and who else is in it."""
+"""The flags of `bench.compare` and `bench.interference` that both have: who is in it."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from bench.contenders import Start, rival
+from bench.contenders import Start, epd_in_turns, epd_unpinned, rival
 from bench.flags import flag_parser
 from bench.peers import servers
 
@@ -21,12 +21,30 @@ def contest(about: str | None, minutes: float) -> argparse.ArgumentParser:
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=minutes)
     parser.add_argument("--threads", type=int, default=2)
+    for flag in ("--unpinned", "--turns"):
+        parser.add_argument(
+            flag, action="append", default=[], nargs="?", const="", metavar="SETTING,SETTING"
+        )
     parser.add_argument("--vllm", type=Path, metavar="VENV")
     parser.add_argument("--preload", default="", help="libraries for vLLM: tcmalloc, OpenMP")
     parser.add_argument("--llama", default="", metavar="LLAMA-SERVER,MODEL.gguf,MMPROJ.gguf")
     parser.add_argument("--openvino", default="", metavar="VENV,MODEL", help="MODEL: exported")
     parser.add_argument("--transformers", type=Path, metavar="VENV")
     return parser
+
+
+def sharing(given: argparse.Namespace) -> list[Start]:
+    """Split `epd` whose processes share all cores, without turns and with them, as often as
+    each was asked for."""
+    checkpoint, out = given.checkpoint, given.out
+    starts = [epd_unpinned(checkpoint, out, _settings(text)) for text in given.unpinned]
+    for text in given.turns:
+        starts.append(epd_in_turns(checkpoint, given.threads, out, _settings(text)))
+    return starts
+
+
+def _settings(text: str) -> list[str]:
+    return text.split(",") if text else []
 
 
 def rivals(given: argparse.Namespace, out: Path) -> list[Start]:

@@ -131,10 +131,16 @@ INTERFERENCE = (
 
 
 def interference(
-    streams: int = 4, tokens: int = 320, bursts: int = 3, images: int = 3, every_s: float = 5.0
+    streams: int = 4,
+    tokens: int = 320,
+    bursts: int = 3,
+    images: int = 3,
+    every_s: float = 5.0,
+    long_tokens: int = 0,
 ) -> Workload:
-    """Streams that decode all the time, and bursts of image prompts that come in between.
-    Log probabilities make servers send an event for every token, so that gaps are true."""
+    """Streams that decode all the time, and bursts of image prompts that come in between, each
+    with one prompt of so many tokens of text, if any. Log probabilities make servers send an
+    event for every token, so that gaps are true."""
     rng = random.Random(5)
     steady = [Timed(0.05 * n, Shape(60, tokens, kind="steady")) for n in range(streams)]
     picture = [Picture(*IMAGE, rng.getrandbits(62)) for _ in range(bursts * images)]
@@ -142,4 +148,7 @@ def interference(
         Timed(every_s * (1 + n // images), Shape(80, 4, (picture[n],), kind="burst"))
         for n in range(bursts * images)
     ]
-    return Workload(trace=[*steady, *burst], extra={"ignore_eos": True, "logprobs": True}, seed=5)
+    long = Shape(long_tokens, 4, kind="long")
+    burst += [Timed(every_s * (1 + n), long) for n in range(bursts if long_tokens else 0)]
+    trace = sorted([*steady, *burst], key=lambda timed: timed.at_s)
+    return Workload(trace=trace, extra={"ignore_eos": True, "logprobs": True}, seed=5)

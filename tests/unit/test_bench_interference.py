@@ -88,6 +88,28 @@ def test_document_and_picture(found: Found, tmp_path: Path) -> None:
     assert (tmp_path / "interference.png").stat().st_size > 10_000
 
 
+def test_a_long_prompt_comes_with_each_burst() -> None:
+    timed = burst_load(2, 1, long_tokens=900).timed(AS_RECORDED, 1)
+    at = [(one.at_s, one.shape.text_tokens, one.shape.kind) for one in timed if one.at_s >= 1]
+    assert [one for one in at if one[2] == "long"] == [(5.0 * n, 900, "long") for n in (1, 2, 3, 4)]
+    assert len(at) == 4 * (2 + 1)
+    assert at == sorted(at, key=lambda one: one[0])
+    assert not any(one.shape.kind == "long" for one in burst_load(2, 1).timed(AS_RECORDED, 1))
+
+
+def test_long_prompts_have_an_slo_of_their_own() -> None:
+    async def main() -> Found:
+        made = Found([1], {"epd split": "how"}, long_tokens=900)
+        await measure(made, [Target("epd split", "http://x/v1", script(0.05, 0.0), "m")], 0.0)
+        return made
+
+    found = run(main())
+    assert found.slo("long") is not None
+    assert "good long: TTFT <=" in tables(found)
+    assert "a text prompt of 900 tokens" in tables(found)
+    assert {row["kind"] for row in json.loads(document(found))["requests"]} >= {"long", "burst"}
+
+
 def test_no_picture_comes_twice_in_any_load_or_round() -> None:
     """Else the caches answer part of the larger bursts."""
     seen = [
