@@ -13,6 +13,9 @@ if not os.path.exists("/dev/nvidia0"):
     # Before anything imports Triton: its kernels are run by its interpreter, on the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Tests' own gRPC channels lead to servers of this machine. (epd's never ask a proxy.)
+os.environ.setdefault("no_grpc_proxy", "127.0.0.1,localhost,::1")
+
 # Speed is no property: no example may fail for being slow. By default the examples are the
 # same in every run, so that a build fails for what has changed; `--hypothesis-profile=explore`
 # (make test-long) draws new ones.

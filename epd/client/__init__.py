@@ -79,6 +79,10 @@ class Client:
     Without `timeout_s` the gateway's deadline ends a call. A gateway that is gone without a
     word (a cut link, a stopped machine) keeps none waiting: while there are calls it is asked
     for a sign of life every `keepalive_s`, and has half of that to answer.
+
+    As all programs that use gRPC (or httpx, as openai's client does), it goes through the proxy
+    that the environment names (grpc_proxy, https_proxy, http_proxy), to a gateway on this
+    machine too, but for hosts in no_proxy; with `trust_env=False` it never does.
     """
 
     def __init__(
@@ -89,8 +93,9 @@ class Client:
         credentials: grpc.ChannelCredentials | None = None,
         timeout_s: float | None = None,
         keepalive_s: float = 20.0,
+        trust_env: bool = True,
     ) -> None:
-        options = _channel_options(keepalive_s)
+        options = _channel_options(keepalive_s, trust_env)
         if credentials is None:
             self._channel = grpc.insecure_channel(address, options=options)
         else:
@@ -206,8 +211,9 @@ class AsyncClient:
         credentials: grpc.ChannelCredentials | None = None,
         timeout_s: float | None = None,
         keepalive_s: float = 20.0,
+        trust_env: bool = True,
     ) -> None:
-        options = _channel_options(keepalive_s)
+        options = _channel_options(keepalive_s, trust_env)
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(address, options=options)
         else:
@@ -309,7 +315,7 @@ def _tokenize(content: str | Sequence[pb.Message]) -> pb.TokenizeRequest:
     return pb.TokenizeRequest(messages=content)
 
 
-def _channel_options(keepalive_s: float) -> _Options:
+def _channel_options(keepalive_s: float, trust_env: bool) -> _Options:
     period = int(keepalive_s * 1000)
     return [
         ("grpc.max_send_message_length", -1),
@@ -320,6 +326,7 @@ def _channel_options(keepalive_s: float) -> _Options:
         ("grpc.http2.ping_timeout_ms", period // 2),
         # Also where an answer takes its time: the gateway allows it (`rpc.keepalive_s`).
         ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.enable_http_proxy", int(trust_env)),
     ]
 
 

@@ -12,7 +12,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, json_format, messag
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from PIL import Image
 
-from epd.client import AsyncClient, Client, assistant, system, user
+from epd.client import AsyncClient, Client, Model, assistant, system, user
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import FinishReason
 from tests.e2e.fake_stages import hang
@@ -45,6 +45,27 @@ async def test_async(house: House) -> None:
     assert {token.logprob for token in answer.tokens[0]} == {-0.5}
     assert "".join(delta.text for delta in deltas) == answer.text
     assert (model.id, model.input_modalities) == ("demo", ("text", "image"))
+
+
+async def test_the_proxy_of_the_environment_is_asked_unless_told_not_to(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def models(trust_env: bool = True) -> list[Model]:
+        with Client(house.grpc, trust_env=trust_env) as client:
+            return client.models()
+
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
+    for name in ("no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(EpdError) as caught:
+        await asyncio.to_thread(models)
+    assert caught.value.kind is ErrorKind.STAGE_UNAVAILABLE
+    assert len(await asyncio.to_thread(models, False)) == 1
+    async with AsyncClient(house.grpc, trust_env=False) as client:
+        assert len(await client.models()) == 1
+    monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
+    assert len(await asyncio.to_thread(models)) == 1
 
 
 async def test_one_stop_string_is_one(house: House) -> None:

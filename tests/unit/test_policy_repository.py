@@ -9,10 +9,13 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterator
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.tracked import ROOT, tracked
 
@@ -154,6 +157,25 @@ def test_constraints_lie_within_the_ranges() -> None:
     for requirement in map(Requirement, wanted):
         version = pinned[requirement.name.lower().replace("_", "-")]
         assert requirement.specifier.contains(version), f"{requirement} but {version} is pinned"
+
+
+def _required(extras: set[str]) -> Iterator[str]:
+    """Names of all that `pip install .[extras]` brings here, directly or not."""
+    wanted = [("epd", frozenset(extras))]
+    for package, own in wanted:
+        for line in distribution(package).requires or ():
+            one = Requirement(line)
+            here = not one.marker or any(one.marker.evaluate({"extra": e}) for e in {"", *own})
+            if here and (one.name, frozenset(one.extras)) not in wanted:
+                wanted.append((one.name, frozenset(one.extras)))
+                yield one.name
+
+
+def test_constraints_name_all_that_is_installed() -> None:
+    """Else `make setup` takes versions that the tests were never run with."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
+    assert {canonicalize_name(name) for name in _required({"cpu", "dev"})} <= pinned
 
 
 def test_no_path_of_a_builders_machine_is_tracked() -> None:
