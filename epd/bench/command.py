@@ -202,6 +202,9 @@ def stage(
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of a prefill forward.")] = 512,
     side: Annotated[int, typer.Option(min=28, help="Of the picture, px.")] = 448,
     kernels_off: Annotated[bool, typer.Option(help="Without compiled kernels too.")] = False,
+    pause: Annotated[
+        float, typer.Option(min=0, help="Seconds of rest before each run of a transfer.")
+    ] = 0.1,
     int8: Annotated[bool, typer.Option(help="With int8 weights too.")] = False,
     json: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
@@ -223,7 +226,9 @@ def stage(
         if json:
             require_place(json, "json")
         sizes = Sizes(context, chunk, side)
-        options = stages.Options(checkpoint, threads, rounds, parts, kernels_off, int8, sizes)
+        options = stages.Options(
+            checkpoint, threads, rounds, parts, kernels_off, int8, pause, sizes
+        )
         found = stages.run(options, typer.echo)
         if json:
             stages.save(json, found)

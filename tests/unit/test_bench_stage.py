@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,13 @@ def test_every_case_runs_once_a_round_and_once_to_warm_up() -> None:
     assert sorted(runs) == sorted("abc" * 5)
     assert [len(case.wall) for case in cases] == [4, 4, 4]
     assert len({tuple(runs[i : i + 3]) for i in range(3, 15, 3)}) > 1, "in random order"
+
+
+def test_it_rests_before_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(time, "sleep", done.append)
+    interleave([Case("a", partial(done.append, "run"))], 2, random.Random(0), pause_s=0.1)
+    assert done == ["run", 0.1, "run", 0.1, "run"]
 
 
 def test_the_hand_off_is_the_sum_of_its_parts() -> None:

@@ -44,13 +44,16 @@ class Case:
         return own / base
 
 
-def interleave(cases: Sequence[Case], rounds: int, rng: random.Random) -> None:
+def interleave(
+    cases: Sequence[Case], rounds: int, rng: random.Random, pause_s: float = 0.0
+) -> None:
     """Each case once to warm up, then once a round in random order: drift of the machine
-    and other work on it hit all alike."""
+    and other work on it hit all alike. Before each run it waits for `pause_s`."""
     for case in cases:
         case.run()
     for _ in range(rounds):
         for case in rng.sample(cases, len(cases)):
+            time.sleep(pause_s)
             case.once()
 
 

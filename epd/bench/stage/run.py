@@ -29,6 +29,10 @@ class Options:
     """Measure the language model and the tower without compiled kernels too."""
     int8: bool = False
     """Measure the language model with int8 weights too, beside a read of as many bytes."""
+    pause_s: float = 0.1
+    """Before each run of `transfer`. The kernel's view of how busy the cores are halves in
+    32 ms, and goes into whether it wakes the two ends of a connection on one core or on two:
+    without a pause a run inherits that from whatever ran before it."""
     sizes: Sizes = field(default_factory=Sizes)
 
 
@@ -38,7 +42,7 @@ def run(options: Options, tell: Callable[[str], None]) -> dict[str, Any]:
     rng = random.Random(0)
     for part in options.parts:
         with _cases(part, options) as cases:
-            interleave(cases, options.rounds, rng)
+            interleave(cases, options.rounds, rng, options.pause_s if part == "transfer" else 0.0)
             found[part] = [row(case) for case in cases]
         tell(f"\n{part}: {options.rounds} rounds, {options.threads} threads\n")
         tell(markdown(HEAD, [cells(one) for one in found[part]]))
