@@ -20,6 +20,7 @@ from epd.config import Config
 from epd.cpus import joined, pin, prepare_threads, release_threads
 from epd.errors import EpdError, invalid
 from epd.lifetime import die_with_expected_parent
+from epd.pages import give_back
 from epd.preflight import check, gateway_ports, worker_ports
 
 if TYPE_CHECKING:
@@ -158,6 +159,7 @@ async def _serve_stages(stages: Sequence[str], config: Config) -> None:
     logs.setup(config.log, "+".join(stages))
     shared = Resources(config, [Stage(stage) for stage in stages])
     parts = [await _builder(stage)(shared) for stage in stages]
+    give_back()
     release_threads()  # this thread loaded and packed; from now on the engine thread computes
     await serve_parts(config, parts)
 

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from epd.addresses import joined
 from epd.config import Config, GatewayConfig, WorkerConfig
 from epd.errors import EpdError, invalid
+from epd.pages import give_back
 from epd.rpc import tls
 from epd.runtime.core_turns import open_file
 from epd.transfer.wall import Wall
@@ -99,6 +100,9 @@ def _require_checkpoint(path: str) -> None:
     require_config(path)
     weight_files(path)
     require_processor(path)
+    # A vocabulary of 150,000 tokens was read with 150 MiB, which this process, and `epd serve`
+    # for as long as it lives, would keep.
+    give_back()
 
 
 def _require_own(key: str, host: str) -> None:
