@@ -111,6 +111,8 @@ class CoreTurns:
         since = time.monotonic()
         self.contended = False
         watch = _Watch(self._latest(), since)
+        if watch.turn != self._beside:
+            self._beside = None  # a damaged file may come by that number again
         try:
             while self._place:
                 if self._stopping:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -239,6 +240,30 @@ def test_who_writes_into_the_file_or_cuts_it_short_ends_no_queue(
         damage()
         other.do("give")
     assert other.do("overruns") == "0"
+
+
+def test_a_number_that_comes_again_is_another_turn(host: Host) -> None:
+    """As it may after somebody has written into the file."""
+    holder, here = host.process(), host.here(SHORT_S)
+    holder.do("take")
+    here.take()
+    here.give()
+    number = here._latest()
+    holder.do("give")
+    for _ in range(2):
+        here.take()
+        here.give()
+    subprocess.run(
+        ["dd", f"of={host.file}", "conv=notrunc", "status=none"],
+        input=(number - 1).to_bytes(8, sys.byteorder),
+        check=True,
+    )
+    holder.do("take")
+    assert here._latest() == number
+    waited = metrics.TURN_WAIT_SECONDS.labels("prefill")
+    before = reading(waited)
+    here.take()
+    assert reading(waited) - before >= SHORT_S
 
 
 async def test_a_process_that_ends_waits_for_nobody(host: Host) -> None:
