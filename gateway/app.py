@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,12 +16,12 @@ from fastapi.exceptions import HTTPException
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from epd import __version__
 from epd.errors import EpdError, ErrorKind, without_frames
 from epd.jobs import Stage
 from epd.obs import metrics
-from gateway.answer import Answer
 from gateway.bodies import BodyReader
 from gateway.budget import Hold
 from gateway.chat import ChatService
@@ -30,20 +31,13 @@ from gateway.openai import Encoder
 from gateway.openapi import OPENAPI
 from gateway.outcomes import STAGE, ClientGone, beginning, typed
 from gateway.response_encoder import ResponseEncoder
-from gateway.responses import (
-    Begun,
-    EventStream,
-    cancel,
-    give_up,
-    gone,
-    read_body,
-    unless_gone,
-)
+from gateway.responses import Begun, EventStream, read_body, unless_gone
 from gateway.retries import retry_headers
 from gateway.schema import ChatCall
 from gateway.tokens import detokenize, tokenize
 
 _log = logging.getLogger(__name__)
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def build_app(service: ChatService, bodies: BodyReader, fingerprint: str) -> FastAPI:
@@ -81,7 +75,7 @@ def _add_work(app: FastAPI, service: ChatService, bodies: BodyReader) -> None:
             call = await _read(request, service, bodies, Form.DETOKENIZE, hold)
             return _json(detokenize(service, call))
 
-    posted = {
+    posted: dict[str, Endpoint] = {
         "/v1/chat/completions": chat_completions,
         "/v1/completions": completions,
         "/v1/responses": responses,
@@ -91,6 +85,34 @@ def _add_work(app: FastAPI, service: ChatService, bodies: BodyReader) -> None:
     for path, endpoint in posted.items():
         # Starlette's own routes: FastAPI's would look for arguments to fill in first.
         app.add_route(path, endpoint, methods=["POST"])
+    app.add_middleware(StraightOn, posted=posted)
+
+
+class StraightOn:
+    """ASGI, innermost of ours: a request for work goes to its endpoint without a walk through
+    the routes and what FastAPI has around them, which each event of its answer would take
+    back. All others, and other methods of these paths, go on as usual."""
+
+    def __init__(self, app: ASGIApp, posted: Mapping[str, Endpoint]) -> None:
+        self._app = app
+        self._posted = posted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wanted = scope["type"] == "http" and scope["method"] == "POST"
+        endpoint = self._posted.get(scope["path"]) if wanted else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive, send)
+        try:
+            response = await endpoint(request)
+            await response(scope, receive, send)
+            return
+        except EpdError as error:  # nothing was sent
+            response = await _on_epd_error(request, error)
+        except ClientGone as error:
+            response = await _on_client_gone(request, error)
+        await response(scope, receive, send)
 
 
 def _add_models(app: FastAPI, service: ChatService, fingerprint: str) -> None:
@@ -202,7 +224,8 @@ async def _read(
     if call is None:
         reading = bodies.read_apart(form, body, request.state.salt)
         call = await unless_gone(request.receive, reading)
-    return replace(call, salt=request.state.salt)
+    salt = request.state.salt
+    return call if call.salt == salt else replace(call, salt=salt)
 
 
 async def _answer(
@@ -213,22 +236,17 @@ async def _answer(
         with beginning(), service.receiving():
             call = await _read(request, service, bodies, form, hold)
         if call.stream:
-            begun = asyncio.create_task(_begin(service, call, request_id, hold, encoding))
-            begun.add_done_callback(partial(_release, hold))
             hold.keep()
-            return await _stream(request, begun, service, encoding)
-        answer = await unless_gone(request.receive, service.open(call, request_id, hold))
-        try:
-            content = await unless_gone(request.receive, _whole(answer, encoding, service))
-        finally:
-            answer.cancel()
+            return EventStream(
+                partial(_begin, service, call, request_id, hold, encoding),
+                hold.release,
+                encoding.refused,
+                service.config.gateway.ping_s,
+                service.config.limits.request_deadline_s,
+            )
+        whole = _whole(service, call, request_id, hold, encoding)
+        content = await unless_gone(request.receive, whole)
     return Response(content, media_type="application/json")
-
-
-def _release(hold: Hold, begun: asyncio.Task[Begun]) -> None:
-    """Where there is no answer that will."""
-    if begun.cancelled() or begun.exception() is not None:
-        hold.release()
 
 
 async def _begin(
@@ -251,39 +269,23 @@ async def _begin(
         raise
 
 
-async def _stream(
-    request: Request,
-    begun: asyncio.Task[Begun],
+async def _whole(
     service: ChatService,
+    call: ChatCall,
+    request_id: str,
+    hold: Hold,
     encoding: type[AnswerForm],
-) -> EventStream:
-    """Until there is output, a fault still gets a status of its own instead of an event;
-    but no longer than a client may be left without a sign."""
-    ping_s = service.config.gateway.ping_s
-    left = asyncio.create_task(gone(request.receive))
+) -> bytes:
+    answer = await service.open(call, request_id, hold)
     try:
-        await asyncio.wait(
-            {begun, left}, timeout=ping_s or None, return_when=asyncio.FIRST_COMPLETED
-        )
-        if begun.done():
-            begun.result()
-        elif left.done():
-            raise ClientGone
-    except BaseException:
-        await cancel(left)
-        await give_up(begun)
-        raise
-    within_s = service.config.limits.request_deadline_s
-    return EventStream(begun, left, encoding.refused, ping_s, within_s)
-
-
-async def _whole(answer: Answer, encoding: type[AnswerForm], service: ChatService) -> bytes:
-    with answer.served():
-        encoder = encoding(answer, service.model, service.vocabulary)
-        parts = [part async for part in answer.parts()]
-        content = encoder.whole(parts)
-    answer.finish()
-    return content
+        with answer.served():
+            encoder = encoding(answer, service.model, service.vocabulary)
+            parts = [part async for part in answer.parts()]
+            content = encoder.whole(parts)
+        answer.finish()
+        return content
+    finally:
+        answer.cancel()
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:
@@ -300,29 +302,32 @@ def error_response(error: EpdError) -> Response:
     return response
 
 
+async def _on_epd_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EpdError)
+    metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
+    level = logging.INFO if error.mapping.users_fault else logging.WARNING
+    extra = {"kind": str(error.kind), "param": error.param}
+    _log.log(level, "refused: %s", error.for_log, extra=extra)
+    return error_response(without_frames(error))
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    _log.info("the client is gone")
+    return error_response(EpdError(ErrorKind.CANCELLED, "the client is gone"))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, StarletteHTTPException)
+    what = EpdError(
+        ErrorKind.INVALID_REQUEST, f"{request.method} {request.url.path}: {error.detail}"
+    )
+    response = _json(what.openai_body(), error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
 def _add_error_handlers(app: FastAPI) -> None:
-    async def on_epd_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, EpdError)
-        metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
-        level = logging.INFO if error.mapping.users_fault else logging.WARNING
-        extra = {"kind": str(error.kind), "param": error.param}
-        _log.log(level, "refused: %s", error.for_log, extra=extra)
-        return error_response(without_frames(error))
-
-    async def on_client_gone(request: Request, error: Exception) -> Response:
-        _log.info("the client is gone")
-        return error_response(EpdError(ErrorKind.CANCELLED, "the client is gone"))
-
-    async def on_http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, StarletteHTTPException)
-        what = EpdError(
-            ErrorKind.INVALID_REQUEST, f"{request.method} {request.url.path}: {error.detail}"
-        )
-        response = _json(what.openai_body(), error.status_code)
-        response.headers.update(error.headers or {})
-        return response
-
-    app.add_exception_handler(EpdError, on_epd_error)
-    app.add_exception_handler(ClientGone, on_client_gone)
-    app.add_exception_handler(StarletteHTTPException, on_http_error)
-    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(EpdError, _on_epd_error)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(StarletteHTTPException, _on_http_error)
+    app.add_exception_handler(HTTPException, _on_http_error)

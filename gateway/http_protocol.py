@@ -40,6 +40,8 @@ _log = logging.getLogger(__name__)
 _LINGER_S = 5.0
 """For these states there is nothing to wait for but good manners."""
 _RETRY_S = 1
+_HEAD = b"HTTP/1.1 "
+_CONTINUE = b"HTTP/1.1 100 "
 _REASONS = {
     400: "Bad Request",
     408: "Request Timeout",
@@ -149,6 +151,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._silent = 0
         self._in_body = True
         super().on_headers_complete()
+        self.cycle.transport = _Joined(self.transport, self.loop)  # type: ignore[assignment]
         if self.scope["http_version"] == "1.0":
             _unframed(self.cycle)
 
@@ -234,6 +237,38 @@ class BoundedProtocol(HttpToolsProtocol):
         head = "\r\n".join([*lines, "connection: close", "", ""])
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+class _Joined:
+    """What an answer is written to: its head goes out with the beginning of its body, if that
+    follows in the same turn of the event loop. A client that is woken by a head alone may be
+    given this core, and its first token waits meanwhile."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            head, self._head = self._head, b""
+            self._transport.write(head + data)
+        elif data.startswith(_HEAD) and not data.startswith(_CONTINUE):
+            self._head = data
+            self._loop.call_soon(self._flush)
+        else:
+            self._transport.write(data)
+
+    def _flush(self) -> None:
+        if self._head and not self._transport.is_closing():
+            self.write(b"")
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
 
 
 def _unframed(cycle: RequestResponseCycle) -> None:

@@ -49,6 +49,7 @@ class HttpServer:
                 access_log=False,
                 lifespan="off",
                 server_header=False,
+                proxy_headers=False,  # nothing here goes by the client's address or scheme
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(STOP_S),
                 **tls.http_options(config),

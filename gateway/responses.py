@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -150,109 +150,122 @@ class Begun:
     parts: AsyncIterator[Part]
 
 
-async def give_up(opening: asyncio.Task[Begun]) -> None:
-    """Cancel an answer, whether it has begun or not."""
-    opening.cancel()
-    await asyncio.wait([opening])
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().answer.cancel()
-
-
 class EventStream(Response):
-    """Server-sent events of one answer, from the moment when its request was accepted or
-    has waited long enough. Ends the answer when the client goes away.
+    """Server-sent events of one answer. Ends the answer when the client goes away.
 
-    Exactly one terminal: the finish chunks and [DONE], or an error event and [DONE].
-    While there is nothing to send, every `ping_s` (0: never) a comment keeps what lies
-    between us and the client from closing the connection. `left` is done when the client
-    is gone; the stream ends it.
+    Until there is output, a fault is raised and gets a status of its own instead of an
+    event; but no client is left without a sign for longer than `ping_s` (0: it may be).
+    From then on there is exactly one terminal: the finish chunks and [DONE], or an error
+    event and [DONE]. While there is nothing to send, every `ping_s` a comment keeps what
+    lies between us and the client from closing the connection.
+
+    One task opens the answer and sends it: what stands between a token and the client is
+    one turn of the event loop.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        opening: asyncio.Task[Begun],
-        left: asyncio.Task[None],
+        opening: Callable[[], Awaitable[Begun]],
+        over: Callable[[], None],
         refused: Callable[[EpdError], bytes],
         ping_s: float,
         within_s: float,
     ) -> None:
-        loop = asyncio.get_running_loop()
+        """`opening` is called once; `over` is, when nothing of the answer is left."""
         self._opening = opening
-        self._left = left
+        self._over = over
         self._refused = refused
         self._ping_s = ping_s
-        self._until = loop.time() + within_s + _LINGER_S
-        self._sent = loop.time()
-        self._over = False
+        self._within_s = within_s + _LINGER_S
+        self._sent = 0.0
+        self._started = self._ended = False
         self._writing = asyncio.Lock()
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """
+        Raises:
+            EpdError: nothing came of it, and nothing was sent.
+            ClientGone: before anything was sent.
+        """
+        left = asyncio.create_task(gone(receive))
         sender = asyncio.create_task(self._send(send))
+        sender.add_done_callback(lambda _: self._over())
         try:
-            await self._wait({sender, self._left}, send)
+            await self._wait({sender, left}, send)
         finally:
-            await give_up(self._opening)
-            await cancel(sender, self._left)
+            await cancel(sender, left)
         if sender.cancelled():
+            if not self._started:
+                raise ClientGone
             _log.info("the client is gone")
         elif (error := sender.exception()) is not None and not isinstance(error, OSError):
             raise error
 
     async def _wait(self, tasks: set[asyncio.Task[None]], send: Send) -> None:
-        """Until one of them is done, or the time is over; meanwhile, ping."""
+        """Until one of them is done, or the time is over; meanwhile, signs of life."""
         loop = asyncio.get_running_loop()
-        while (now := loop.time()) < self._until:
-            due = self._sent + self._ping_s if self._ping_s else self._until
+        self._sent = loop.time()
+        until = self._sent + self._within_s
+        while (now := loop.time()) < until:
+            due = self._sent + self._ping_s if self._ping_s else until
             if now >= due and not self._writing.locked():
-                await self._ping(send)
+                await self._sign(send)
                 continue
             # Where a write is under way the client lags, and needs no sign of life.
             wait = max(due - now, self._ping_s / 4)
             done, _ = await asyncio.wait(
                 tasks,
-                timeout=min(wait, self._until - now),
+                timeout=min(wait, until - now),
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if done:
                 return
 
-    async def _ping(self, send: Send) -> None:
+    async def _sign(self, send: Send) -> None:
+        """The head of the answer, later a comment."""
         async with self._writing:
             self._sent = asyncio.get_running_loop().time()
-            if not self._over:
+            if not self._started:
+                await self._start(send)
+            elif not self._ended:
                 await send({"type": "http.response.body", "body": PING, "more_body": True})
 
+    async def _start(self, send: Send) -> None:
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
     async def _send(self, send: Send) -> None:
-        loop = asyncio.get_running_loop()
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        try:
+            begun = await self._opening()
+        except EpdError as error:
+            if not self._started:
+                raise
+            self._told(error)
+            await self._put(self._refused(error), send)
+        else:
+            try:
+                async for chunk in self._events(begun):
+                    await self._put(chunk, send)
+            finally:
+                begun.answer.cancel()
         async with self._writing:
-            await send(start)
-        async for chunk in self._chunks():
-            async with self._writing:
-                self._sent = loop.time()
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        async with self._writing:
-            self._over = True
+            self._ended = True
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _begun(self) -> Begun:
-        if self._opening.done():
-            return self._opening.result()
-        return await asyncio.shield(self._opening)
+    async def _put(self, chunk: bytes, send: Send) -> None:
+        async with self._writing:
+            self._sent = asyncio.get_running_loop().time()
+            if not self._started:
+                await self._start(send)
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
-    async def _chunks(self) -> AsyncIterator[bytes]:
+    async def _events(self, begun: Begun) -> AsyncIterator[bytes]:
         """Never empty ones: an empty body would end the answer."""
-        try:
-            begun = await self._begun()
-        except EpdError as error:
-            self._told(error)
-            yield self._refused(error)
-            return
         encoder = begun.encoder
         try:
             with begun.answer.served():

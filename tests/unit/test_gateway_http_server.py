@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from uvicorn.server import ServerState
 
 from epd.config import GatewayConfig
-from gateway.http_protocol import Bounds, bounded
+from gateway.http_protocol import BoundedProtocol, Bounds, bounded
 from gateway.http_server import HttpServer
 from tests.waiting import until
 
@@ -40,9 +40,12 @@ class Wire(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written, self._closed = b"", False
+        self.writes: list[bytes] = []
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        assert not self._closed
         self.written += data
+        self.writes.append(bytes(data))
 
     def close(self) -> None:
         self._closed = True
@@ -69,13 +72,19 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": said})
 
 
-async def answered(pieces: Sequence[bytes], count: int) -> bytes:
-    """All that one connection is answered to these, which come apart."""
+def connected(app: Any = echo) -> tuple[BoundedProtocol, Wire]:
+    """A connection to `app`, and what it writes to."""
     bounds = Bounds(connections=1, head_s=9.0, head_bytes=1 << 10, slow_reader_s=9.0)
-    config, wire = uvicorn.Config(echo, ws="none", log_config=None), Wire()
+    config, wire = uvicorn.Config(app, ws="none", log_config=None), Wire()
     config.load()
     connection = bounded(bounds)(config, ServerState(), {})
     connection.connection_made(wire)
+    return connection, wire
+
+
+async def answered(pieces: Sequence[bytes], count: int) -> bytes:
+    """All that one connection is answered to these, which come apart."""
+    connection, wire = connected()
     for piece in pieces:
         connection.data_received(piece)
     await until(lambda: wire.written.count(b"]") == count or wire.is_closing())
@@ -113,3 +122,75 @@ async def test_who_wants_a_tunnel_is_refused() -> None:
     """The parser stops there as it does behind an offer."""
     connect = b"CONNECT a:1 HTTP/1.1\r\n" + OFFER + b"\r\n"
     assert b" 400 " in await answered([connect + PIPELINED[5]], 2)
+
+
+GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+def streamed(go: asyncio.Event | None = None) -> Any:
+    """An answer in two chunks; `go`: the first comes only then."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if go is not None:
+            await go.wait()
+        for more in (b"first", b"second"):
+            await send({"type": "http.response.body", "body": more, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    return app
+
+
+async def test_a_head_goes_out_with_the_beginning_of_its_body() -> None:
+    """Alone it wakes the client, whose turn on the core the first token waits for."""
+    connection, wire = connected(streamed())
+    connection.data_received(GET)
+    await until(lambda: wire.written.endswith(b"0\r\n\r\n"))
+    first, second, *_ = wire.writes
+    assert first.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert first.endswith(b"\r\n\r\n5\r\nfirst\r\n")
+    assert second == b"6\r\nsecond\r\n"
+
+
+async def test_a_head_that_nothing_follows_waits_for_nothing() -> None:
+    go = asyncio.Event()
+    connection, wire = connected(streamed(go))
+    connection.data_received(GET)
+    await until(lambda: wire.writes)
+    assert wire.written.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert wire.written.endswith(b"\r\n\r\n")
+    go.set()
+    await until(lambda: wire.written.endswith(b"0\r\n\r\n"))
+    assert wire.writes[1] == b"5\r\nfirst\r\n"
+
+
+async def test_a_head_on_its_way_to_a_client_that_left_is_dropped() -> None:
+    connection, wire = connected(streamed(asyncio.Event()))
+    connection.data_received(GET)
+    (task,) = connection.tasks
+    await asyncio.sleep(0)  # it has its head
+    wire.close()
+    connection.connection_lost(None)
+    await asyncio.sleep(0)
+    assert not wire.writes
+    task.cancel()
+
+
+async def test_who_asks_whether_to_send_is_told_before_the_answer() -> None:
+    connection, wire = connected()
+    connection.data_received(
+        b"POST /1 HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n"
+    )
+    await until(lambda: wire.writes)
+    assert wire.writes == [b"HTTP/1.1 100 Continue\r\n\r\n"]
+    connection.data_received(b"ab")
+    await until(lambda: wire.written.endswith(b"[/1 ab]"))
+
+
+async def test_a_last_answer_is_written_before_its_connection_closes() -> None:
+    connection, wire = connected()
+    connection.data_received(b"GET /1 HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+    await until(wire.is_closing)
+    assert wire.written.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert wire.written.endswith(b"[/1 ]")
+    assert len(wire.writes) == 1
