@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -156,8 +157,13 @@ def main(fd: int, model: ModelConfig, bounds: Bounds) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # running out of time is no crash
     channel = socket.socket(fileno=fd)
     answers = _Answers(model, bounds)
+    # Whoever waits in a read is also woken when the gateway takes an answer out of the socket;
+    # whoever waits for something to read is not.
+    readable = select.poll()
+    readable.register(channel, select.POLLIN)
     try:
         while True:
+            readable.poll()
             (length,) = LENGTH.unpack(receive_exactly(channel, LENGTH.size))
             request = orjson.loads(receive_exactly(channel, length))
             channel.sendall(frame(answers.to(request)))

@@ -58,16 +58,15 @@ class ControlTokens:
     """What a checkpoint's tokenizer and chat template treat as more than text."""
 
     def __init__(self, tokenizer: Any, template: str, image_token: str) -> None:
-        self._tokenizer = tokenizer
+        self._normalizer = tokenizer.backend_tokenizer.normalizer
         found = _control_tokens(tokenizer, template, image_token)
         self._controls = re.compile("|".join(map(re.escape, found)))
 
     def mark(self, text: str, marks: Marks) -> str:
         """The text with every control token in it marked."""
-        normalizer = self._tokenizer.backend_tokenizer.normalizer
-        if normalizer is not None and not text.isascii():
+        if self._normalizer is not None and not text.isascii():
             # What only normalisation turns into a control token is marked as well.
-            normal = normalizer.normalize_str(text)
+            normal = self._normalizer.normalize_str(text)
             if len(self._controls.findall(normal)) > len(self._controls.findall(text)):
                 text = normal
         return self._controls.sub(lambda found: marks.wrap(found[0]), text)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from epd.errors import EpdError, invalid
 from epd.text.marks import Marks
 from epd.text.messages import ChatMessage, ImagePart, ImageSize, TextPart, Tool
+from epd.text.runs import RowRuns
 from epd.text.template import ChatTemplate
 from epd.text.words import TextTokenizer, check_could_fit
 
@@ -78,12 +79,13 @@ class PromptBuilder:
 
     def __init__(self, hf: Any, image_token: str, image_token_id: int, plan: Plan) -> None:
         self._tokenizer = hf.tokenizer
-        self._image_token_id = image_token_id
+        self._bos: str | None = hf.tokenizer.bos_token
         self._plan = plan
         self._template = ChatTemplate(hf, image_token)
         self._placeholder = re.compile(re.escape(image_token))
         self._words = TextTokenizer(self._tokenizer)
         self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self._runs = RowRuns(self._words, self._tokenizer, image_token_id)
 
     def build(
         self,
@@ -112,12 +114,7 @@ class PromptBuilder:
         if self._count_placeholders(pieces) != len(sizes):
             raise self._left_out(messages, marks, tools)
         plans = [self._planned(size, len(sizes)) for size in sizes]
-        shown = [plan.replacement for plan in plans]
-        special = self._adds_special(rendered)
-        ids = self._tokenise(pieces, special, shown, max_tokens, "messages")
-        rows = sum(plan.rows for plan in plans)
-        if ids.count(self._image_token_id) != rows:
-            raise invalid("the text can't be told from image placeholders", "messages")
+        ids = self._ids(pieces, self._adds_special(rendered), plans, max_tokens)
         if not ids:
             raise invalid("the prompt is empty", "messages")
         return PromptPlan(tuple(ids), tuple(ItemRows(p.rows, tuple(p.grid)) for p in plans))
@@ -172,6 +169,24 @@ class PromptBuilder:
 
     # --- tokens ----------------------------------------------------------------------
 
+    def _ids(
+        self,
+        pieces: Sequence[tuple[str, bool]],
+        add_special: bool,
+        plans: Sequence[PlannedItem],
+        max_tokens: int | None,
+    ) -> list[int]:
+        """Of a conversation, whose placeholders become the images' rows."""
+        shown = [self._runs.shortened(plan.replacement) for plan in plans]
+        short = self._tokenise(
+            pieces, add_special, [text for text, _ in shown], max_tokens, "messages"
+        )
+        runs = [run for _, runs in shown for run in runs]
+        ids = self._runs.lengthened(short, runs)
+        if ids is None or sum(runs) != sum(plan.rows for plan in plans):
+            raise invalid("the text can't be told from image placeholders", "messages")
+        return ids
+
     def _tokenise(
         self,
         pieces: Sequence[tuple[str, bool]],
@@ -189,8 +204,7 @@ class PromptBuilder:
 
     def _adds_special(self, text: str) -> bool:
         """As in transformers: a template that writes the first token itself gets no other."""
-        bos = self._tokenizer.bos_token
-        return not (bos and text.startswith(bos))
+        return not (self._bos and text.startswith(self._bos))
 
 
 def _texts(messages: Sequence[ChatMessage]) -> Iterable[str]:
