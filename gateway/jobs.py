@@ -92,4 +92,5 @@ class AttemptJobs:
         return decode_pb2.DecodeRequest(job=jobs.decode_job_to_proto(job, self.fingerprint))
 
     def _sampling(self, choice: int) -> SamplingParams:
-        return replace(self.request.sampling, choice=choice)
+        sampling = self.request.sampling
+        return sampling if sampling.choice == choice else replace(sampling, choice=choice)

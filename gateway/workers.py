@@ -60,6 +60,8 @@ class Registry:
         self._kept = router.Kept()
         self._begun = router.Kept(_BEGINNINGS)
         self._change = asyncio.Event()
+        self._least: Limits | None = None
+        """What `limits` says until somebody joins, leaves or is heard."""
 
     @property
     def sweep_s(self) -> float:
@@ -253,6 +255,11 @@ class Registry:
             return
 
     def limits(self) -> Limits:
+        if self._least is None:
+            self._least = self._limits()
+        return self._least
+
+    def _limits(self) -> Limits:
         cards = [worker.card for worker in self._workers.values() if not worker.draining]
         contexts = [c.capacity.max_context for c in cards if c.stages & KV_STAGES]
         rows = [c.capacity.max_rows for c in cards if c.stages - {Stage.DECODE}]
@@ -290,6 +297,7 @@ class Registry:
         return list(self._workers.values())
 
     def _wake(self) -> None:
+        self._least = None
         self._change.set()
 
 

@@ -298,6 +298,21 @@ def test_limits_are_the_smallest(registry: Registry) -> None:
     assert (limits.max_context, limits.max_rows) == (80, 40)
 
 
+def test_limits_follow_who_joins_drains_and_leaves(registry: Registry) -> None:
+    small = registry.join(card("d:1", Stage.DECODE, capacity=Capacity(max_context=80)))
+    large = registry.join(card("d:2", Stage.DECODE, capacity=Capacity(max_context=100)))
+    assert registry.limits().max_context == 80
+    registry.drain(small)
+    assert registry.limits().max_context == 100
+    again = card("d:1", Stage.DECODE, capacity=Capacity(max_context=80))
+    assert registry.join(again) is small
+    assert registry.limits().max_context == 80
+    registry.drop(small, "gone")
+    assert registry.limits().max_context == 100
+    registry.drop(large, "gone")
+    assert registry.limits().max_context is None
+
+
 async def test_waiting_for_a_worker_ends_when_it_joins(registry: Registry) -> None:
     waiter = asyncio.create_task(registry.until_live([Stage.DECODE], 2 * LIMIT_S))
     await asyncio.sleep(0)
