@@ -18,9 +18,10 @@ def watch(use: str, path: str) -> None:
 
 
 def ends_at(path: str) -> float:
-    """Unix time at which the first of a PEM file's certificates ends; 0: none can be read."""
+    """Unix time at which the first of a PEM file's certificates ends; 0: they can't be read.
+    It never raises: all other metrics are on the same page."""
     try:
         certificates = x509.load_pem_x509_certificates(Path(path).read_bytes())
-    except (OSError, ValueError):  # ValueError: no block, no base64, no certificate
-        return 0.0
+    except (OSError, ValueError, x509.InvalidVersion):  # no block, no base64, no certificate
+        return 0.0  # of another version than OpenSSL minds: it serves with it
     return min(certificate.not_valid_after_utc.timestamp() for certificate in certificates)

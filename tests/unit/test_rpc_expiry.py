@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import ssl
 from pathlib import Path
 
 import pytest
 import trustme
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 from prometheus_client import generate_latest
 
 from epd.rpc import expiry
@@ -54,6 +56,16 @@ def test_what_can_not_be_read_has_ended(damage: str, tmp_path: Path) -> None:
     }
     if damage != "missing":
         path.write_text(texts[damage])
+    assert expiry.ends_at(str(path)) == 0.0
+
+
+def test_a_version_that_openssl_serves_with_and_the_library_does_not_read(tmp_path: Path) -> None:
+    identity = Identity(tmp_path / "identity", trustme.CA())
+    path, version = identity.folder / "cert", bytes.fromhex("a003020102")
+    der = x509.load_pem_x509_certificate(path.read_bytes()).public_bytes(Encoding.DER)
+    assert der.count(version) == 1
+    path.write_text(ssl.DER_cert_to_PEM_cert(der.replace(version, version[:-1] + b"\1")))
+    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(path, identity.folder / "key")
     assert expiry.ends_at(str(path)) == 0.0
 
 
