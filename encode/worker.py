@@ -30,6 +30,7 @@ from epd.handoff import embedding_bytes, embedding_contract
 from epd.jobs import EncodeJob, Stage
 from epd.models.encoder import VisionEncoder
 from epd.obs import metrics
+from epd.pages import asked_for_by
 from epd.runtime.group import Description, Load
 from epd.runtime.memory import OwnedMemory
 from epd.runtime.pinning import pin
@@ -54,7 +55,8 @@ class EncodeWorker(StageWorker[Ticket]):
         memory: OwnedMemory,
         thread: EngineThread | None = None,
     ) -> None:
-        self._arena = Arena(config.encode.arena_mib << 20)
+        with asked_for_by("encode.arena_mib"):
+            self._arena = Arena(config.encode.arena_mib << 20)
         pin(self._arena.tensor, config.model.device)
         self._cache: EmbeddingCache[Extent] = EmbeddingCache(
             config.encode.cache_mib << 20, self._free, metrics.CACHE_EVICTIONS.labels(_CACHE).inc

@@ -14,8 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from epd.cpus import parse_cpus
 
 _Port = Annotated[int, Field(ge=1, le=65535)]
+_Host = Annotated[str, Field(min_length=1)]
+"""To a socket "" is every address, and a variable that isn't set is "" in an environment."""
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^/?#@:\s\[\]]+)(:[0-9]+)?")
+_MOST = (1 << 31) - 1
+"""What gRPC, torch and the kernel count in 32 bits: more is a slip, that fails far from here."""
+_MOST_S = 1e6
+"""Eleven days: gRPC counts milliseconds so."""
+_MOST_PROCESSES = _MOST_THREADS = 1024
 
 
 class _Section(BaseModel):
@@ -31,6 +38,28 @@ class _Section(BaseModel):
             raise ValueError("must be a number, not true or false")
         return value
 
+    @field_validator("*")
+    @classmethod
+    def _usable(cls, value: Any, info: ValidationInfo) -> Any:
+        """Numbers that can be counted, hosts that can be looked up."""
+        name = info.field_name or ""
+        most = _MOST_S if name.endswith("_s") else _MOST
+        if isinstance(value, int | float) and value > most:
+            raise ValueError(f"must be at most {most:.0f}")
+        if isinstance(value, str) and name.endswith("host"):
+            _require_host(value)
+        return value
+
+
+def _require_host(name: str) -> None:
+    """Raises ValueError for what sockets would raise one for."""
+    try:
+        name.encode("idna")
+    except UnicodeError:
+        raise ValueError(f"{name!r} is no host name") from None
+    if not name.isprintable() or any(map(str.isspace, name)):
+        raise ValueError(f"{name!r} is no host name")
+
 
 class _ProcessSection(_Section):
     cpus: str = ""
@@ -44,7 +73,7 @@ class _ProcessSection(_Section):
 
 
 class _StageSection(_ProcessSection):
-    threads: int = Field(0, ge=0)
+    threads: int = Field(0, ge=0, le=_MOST_THREADS)
     """torch threads of this stage; 0: `model.threads`."""
 
 
@@ -57,7 +86,7 @@ class ModelConfig(_Section):
     device: str = "cpu"
     exact: bool = False
     """Batch-invariant numerics: same bits whatever the batch and the chunks."""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(1, ge=1, le=_MOST_THREADS)
     """torch threads of one stage process. On purpose 1: stages share the cores."""
     kernels: Literal["auto", "off"] = "auto"
     """"auto": compiled kernels where the CPU has AVX512_BF16, a compiler is there and the
@@ -104,7 +133,7 @@ class EncodeConfig(_StageSection):
     max_queue: int = Field(256, ge=1)
     max_queue_mib: int = Field(512, ge=1)
     """Image files that wait, all together."""
-    decode_workers: int = Field(2, ge=1)
+    decode_workers: int = Field(2, ge=1, le=_MOST_PROCESSES)
     """Processes that decode and resize pictures. With one, a slow file delays all others."""
     decode_cpu_s: float = Field(10.0, gt=0)
     """CPU time that one picture may take to decode and resize; then its process is killed."""
@@ -151,7 +180,7 @@ class DecodeConfig(_StageSection):
 
 
 class TransferConfig(_Section):
-    host: str = "127.0.0.1"
+    host: _Host = "127.0.0.1"
     """Address that peers reach this worker's transfer engine at."""
     protocol: Literal["tcp", "rdma"] = "tcp"
     """What must be in use; another transport than this is refused at start."""
@@ -223,7 +252,7 @@ class LimitsConfig(_Section):
 
 
 class GatewayConfig(_ProcessSection):
-    host: str = "127.0.0.1"
+    host: _Host = "127.0.0.1"
     http_port: int = Field(8000, ge=0, le=65535)
     grpc_port: int = Field(8001, ge=0, le=65535)
     """Public gRPC API."""
@@ -231,7 +260,7 @@ class GatewayConfig(_ProcessSection):
     """Workers register here."""
     membership_host: str = ""
     """Where that port listens; "": `host` (`epd serve`: loopback)."""
-    metrics_host: str = "127.0.0.1"
+    metrics_host: _Host = "127.0.0.1"
     """Where `metrics_port` listens: plain HTTP with counts, no contents."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """/metrics, /ready and /debug/state without TLS and keys; 0: any free port."""
@@ -250,11 +279,11 @@ class GatewayConfig(_ProcessSection):
     """A stream that has nothing to say for so long says ": ping"; 0: never."""
     slow_reader_s: float = Field(30.0, gt=0)
     """A client that takes nothing of its answer for so long is cut off."""
-    body_workers: int = Field(2, ge=1)
+    body_workers: int = Field(2, ge=1, le=_MOST_PROCESSES)
     """Processes that read large request bodies (over 1 MiB, or of thousands of values)."""
-    header_workers: int = Field(2, ge=1)
+    header_workers: int = Field(2, ge=1, le=_MOST_PROCESSES)
     """Processes that read the headers of picture files."""
-    preprocess_workers: int = Field(1, ge=0)
+    preprocess_workers: int = Field(1, ge=0, le=_MOST_PROCESSES)
     """Processes that build prompts; 0: in the gateway's own process, without the two bounds
     that follow."""
     prompt_cpu_s: float = Field(20.0, gt=0)
@@ -329,7 +358,7 @@ class FetchConfig(_Section):
 
 
 class WorkerConfig(_Section):
-    host: str = "127.0.0.1"
+    host: _Host = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
     """gRPC port; 0: any free one."""
     gateways: tuple[str, ...] = ()
@@ -354,9 +383,9 @@ class WorkerConfig(_Section):
 class ServeConfig(_Section):
     """`epd serve` only: how many processes of each stage, and how they are kept up."""
 
-    encode: int = Field(1, ge=0)
-    prefill: int = Field(1, ge=1)
-    decode: int = Field(1, ge=1)
+    encode: int = Field(1, ge=0, le=_MOST_PROCESSES)
+    prefill: int = Field(1, ge=1, le=_MOST_PROCESSES)
+    decode: int = Field(1, ge=1, le=_MOST_PROCESSES)
     stages: tuple[str, ...] = ()
     """Processes by the stages that they host, in place of the three counts, e.g.
     ("encode", "prefill+decode", "decode")."""

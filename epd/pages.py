@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
+
+from epd.errors import invalid
 
 if TYPE_CHECKING:
     import torch
@@ -24,14 +27,33 @@ def large_pages(nbytes: int) -> memoryview:
 
     A forked process does not have it: the first to write to a page that both have would have
     to copy it, and what Mooncake reads or writes must stay where it is.
+
+    Raises:
+        OSError: there is not so much memory; see `asked_for_by`.
     """
     size = -(-nbytes // LARGE) * LARGE
-    memory = mmap.mmap(-1, size + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise OSError(error.errno, f"{nbytes >> 20} MiB: {error.strerror}") from None
     for name in _ADVICE:
         with contextlib.suppress(OSError, AttributeError):  # advice: without it, it is slower
             memory.madvise(getattr(mmap, name))
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % LARGE
     return memoryview(memory)[start : start + nbytes]
+
+
+@contextlib.contextmanager
+def asked_for_by(*keys: str) -> Iterator[None]:
+    """Memory that is asked for in here is as large as these keys of the configuration say.
+
+    Raises:
+        EpdError: INVALID_REQUEST, it can't be had.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise invalid(f"{' and '.join(keys)}: {error.strerror}", keys[0]) from error
 
 
 def untouched(nbytes: int) -> torch.Tensor:

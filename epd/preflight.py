@@ -84,6 +84,8 @@ def tried(ports: Iterable[Port]) -> list[tuple[Port, EpdError | None]]:
                 probe.listen()
             except OSError as error:
                 problem = invalid(f"{key}: {why_not(host, port, error)}", key)
+            except OverflowError:  # see `worker_ports`
+                problem = invalid(f"{key}: {port} is no port; several workers take as many", key)
             found.append(((key, host, port), problem))
     return found
 

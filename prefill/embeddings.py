@@ -21,6 +21,7 @@ from epd.handoff import embedding_bytes, embedding_contract
 from epd.jobs import ImageItem
 from epd.models.spec import ModelSpec
 from epd.obs import metrics
+from epd.pages import asked_for_by
 from epd.runtime.memory import OwnedMemory
 from epd.transfer.arena import Arena
 from epd.transfer.contract import Handle
@@ -45,7 +46,8 @@ class Landing:
         self._spec = spec
         self._memory = memory
         self._freed = freed
-        self.arena = Arena(config.landing_mib << 20)
+        with asked_for_by("prefill.landing_mib"):
+            self.arena = Arena(config.landing_mib << 20)
         memory.register(self.arena.address, self.arena.nbytes, self.arena)
         count = partial(metrics.count_cache, "landing")
         self._table = RowTable(self.arena, enabled=config.embedding_cache, count=count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,17 @@ def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
         ({"limits.max_top_logprobs": 257}, "limits.max_top_logprobs"),
         ({"transfer.port_min": 65536}, "transfer.port_min"),
         ({"transfer.port_min": 18000}, "transfer"),
+        ({"model.threads": 100_000}, "model.threads"),
+        ({"decode.threads": 100_000}, "decode.threads"),
+        ({"gateway.preprocess_workers": 2_000}, "gateway.preprocess_workers"),
+        ({"serve.encode": 2_000}, "serve.encode"),
+        ({"gateway.host": "a" * 70}, "gateway.host"),
+        ({"worker.host": "a\0b"}, "worker.host"),
+        ({"transfer.host": "a b"}, "transfer.host"),
+        ({"gateway.host": ""}, "gateway.host"),
+        ({"gateway.metrics_host": ""}, "gateway.metrics_host"),
+        ({"worker.host": ""}, "worker.host"),
+        ({"transfer.host": ""}, "transfer.host"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(flags: dict[str, object], named: str) -> None:
@@ -60,6 +72,26 @@ def test_a_wrong_key_or_value_is_named(flags: dict[str, object], named: str) -> 
         load_config(None, flags, {})
     assert caught.value.param == named
     assert named in caught.value.message
+
+
+def numbers() -> Iterator[tuple[str, float]]:
+    """Every key with a number, and its default."""
+    for section, values in Config().model_dump().items():
+        for key, value in values.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                yield f"{section}.{key}", value
+
+
+@pytest.mark.parametrize(("key", "default"), numbers())
+def test_a_number_that_nothing_can_count_is_named(key: str, default: float) -> None:
+    """Else gRPC, torch or a socket would end on it, far from here and without a name."""
+    for value in ("9" * 30, 1 << 31):
+        with pytest.raises(EpdError) as caught:
+            load_config(None, {key: value}, {})
+        assert caught.value.param == key
+    if isinstance(default, float):
+        with pytest.raises(EpdError, match=key):
+            load_config(None, {key: 1e300}, {})
 
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:

@@ -7,10 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from epd.pages import LARGE, large_pages, touched, untouched
+from epd.errors import EpdError
+from epd.pages import LARGE, asked_for_by, large_pages, touched, untouched
+from tests.unit.prefill_bench import Bench
 
 _SIZE = 3 * LARGE + 5
 _REQUEST = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -33,6 +36,21 @@ def test_any_size(nbytes: int) -> None:
     assert (memory.nbytes, memory.readonly) == (nbytes, False)
     memory[-1] = 1
     assert untouched(nbytes).numel() == nbytes
+
+
+def test_memory_that_there_is_not_is_said_with_the_key_that_asks_for_it() -> None:
+    most, said = (1 << 31) - 1, r"^encode\.arena_mib and b: 2147483647 MiB: "
+    with pytest.raises(EpdError, match=said) as caught, asked_for_by("encode.arena_mib", "b"):
+        large_pages(most << 20)
+    assert caught.value.param == "encode.arena_mib"
+
+
+@pytest.mark.parametrize("key", ["kv.prefill_tokens", "prefill.landing_mib"])
+def test_pools_that_dont_fit_are_named(key: str) -> None:
+    settings: dict[str, Any] = {key.replace(".", "__"): (1 << 31) - 1}
+    with pytest.raises(EpdError) as caught:
+        Bench(**settings)
+    assert caught.value.param == key
 
 
 @pytest.mark.skipif(

@@ -55,6 +55,14 @@ def test_a_taken_port(taken: int, capsys: pytest.CaptureFixture[str], key: str) 
     assert said.startswith(f"{key}: 127.0.0.1:{taken}: Address already in use")
 
 
+@pytest.mark.parametrize("key", ["worker.port", "worker.metrics_port"])
+def test_more_workers_than_there_are_ports_behind_the_configured_one(
+    capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    said = refusal(settings(**{key: 65535}), capsys)
+    assert said.startswith(f"{key}: 65536 is no port")
+
+
 def test_a_file_for_turns_that_cant_be_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
