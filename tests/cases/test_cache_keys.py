@@ -14,10 +14,13 @@ import pytest
 from blake3 import blake3
 from PIL import Image
 
+from encode.work import content_key
 from epd.images import item_digest
-from epd.jobs import ImageItem
+from epd.jobs import EncodeJob, ImageItem
 from epd.kv.layout import KvLayout, LayerShape
 from epd.kv.prefix import BlockChain, root_hash
+from epd.transfer.arena import Extents
+from prefill.rows import RowTable
 from tests.cases import pictures
 from tests.cases.pictures import body, counter, data_url, encodes, file, noise, part, solid, text
 from tests.cases.test_pressure import Leaver, at_once
@@ -154,20 +157,33 @@ def test_key_08_what_a_picture_is_reduced_to_belongs_to_its_name(tight: Cluster)
         assert item_digest(*changed) not in names
 
 
+def _item(digest: bytes) -> ImageItem:
+    """An image of three rows."""
+    return ImageItem(0, digest, 3, (), 8, 8, 1)
+
+
 def test_key_03_names_are_whole_wherever_they_are_used(tight: Cluster) -> None:
-    """Ids that agree but for their first or last digit; then sixty pictures."""
+    """Ids that agree but for their first or last digit, in KV blocks, in landing memory and in
+    the encoder; then sixty pictures."""
     layout = KvLayout(4, "float32", (LayerShape(1, 2, 2),))
     root = root_hash("f", "n", layout)
 
     def key(digest: bytes) -> bytes:
-        item = ImageItem(0, digest, 3, (), 8, 8, 1)
-        ids = [20, 9, 9, 9]
+        ids, item = [20, 9, 9, 9], _item(digest)
         chain = BlockChain(root, ids, [item], image_token_id=9, prompt_length=4, block_tokens=4)
         return chain.hashes[0]
 
     names = [blake3(number.to_bytes(4)).digest() for number in range(20_000)]
     near = [bytes([1]) + bytes(31), bytes([2]) + bytes(31), bytes(31) + b"\1", bytes(31) + b"\2"]
-    assert len({key(name) for name in (*names, *near)}) == len(names) + len(near)
+    names += near
+    assert len({key(name) for name in names}) == len(names)
+    assert len({content_key(EncodeJob("a", 0, 1, _item(name), b"")) for name in names}) == len(
+        names
+    )
+    assert len({item_digest(name, b"p", "f", b"", 0) for name in names}) == len(names)
+    some = names[-5000:]
+    table = RowTable(Extents(64 * len(some)), enabled=True, count=lambda event, number: None)
+    assert len(set(table.reserve([(name, 64) for name in some]) or ())) == len(some)
     before = text(fresh())
     head = prompt_tokens(ask(tight, before, max_tokens=1))
     asked = [(before, file(noise(64, 64, number)), text("?")) for number in range(60)]
@@ -236,17 +252,29 @@ def test_key_10_a_picture_of_a_refused_request_is_no_promise(tight: Cluster) -> 
 
 
 def test_key_11_more_pictures_than_any_cache_holds(tight: Cluster) -> None:
-    """Eighty pictures in rotation, popular ones more often, eight clients: no fault, and
+    """Eighty pictures, popular ones more often, then all of them, eight clients: no fault, and
     each picture has its one answer however often it was evicted."""
     chance = random.Random(11)
     pictures = [file(noise(192, 192, 500 + number)) for number in range(80)]
     order = [min(int(chance.paretovariate(0.6)) - 1, 79) for _ in range(160)]
+    order += chance.sample(range(80), 80)
+    caches = (("encode", '"embedding"'), ("prefill", '"landing"'))
+
+    def given_way() -> list[float]:
+        """Evictions of both caches of embeddings so far."""
+        return [
+            counter(tight.worker(stage).metrics(), f"epd_cache_evictions_total{{cache={name}}}")
+            for stage, name in caches
+        ]
+
+    before = given_way()
     with ThreadPoolExecutor(8) as pool:
         sent = pool.map(lambda n: (n, ask(tight, pictures[n], text("?"), max_tokens=2)), order)
         answers: dict[int, set[str]] = {}
         for number, reply in sent:
             answers.setdefault(number, set()).add(str(said(reply)))
-    assert len(answers) > 20
+    assert len(answers) == 80
+    assert all(after > least for after, least in zip(given_way(), before, strict=True))
     assert all(len(found) == 1 for found in answers.values())
     assert len({next(iter(found)) for found in answers.values()}) == len(answers)
 

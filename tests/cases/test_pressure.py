@@ -117,13 +117,24 @@ def test_det_01_det_03_hnd_24_alone_and_in_a_crowd(tight: Cluster) -> None:
 
 def test_det_02_cold_and_warm(tight: Cluster) -> None:
     """The same again, after others, and after so many others that no cache can hold it."""
-    asked = [question(number, max_tokens=12) for number in (30, 31, 32)]
-    cold = [tight.chat(one).text for one in asked]
-    assert [tight.chat(one).text for one in asked] == cold
+    scores = {"logprobs": True, "top_logprobs": 10}
+    asked = [question(number, max_tokens=12, **scores) for number in (30, 31, 32)]
+
+    def answers() -> tuple[list[Any], int]:
+        """Texts with every likelihood, and how many tokens of all prompts were computed before."""
+        replies = [tight.chat(one).json for one in asked]
+        details = [reply["usage"]["prompt_tokens_details"] for reply in replies]
+        found = [reply["choices"] for reply in replies]
+        return found, sum(one["cached_tokens"] for one in details)
+
+    cold, no_tokens = answers()
+    warm, tokens = answers()
+    assert warm == cold
+    assert tokens > no_tokens
     at_once(tight, [question(number, max_tokens=2) for number in range(40, 52)])
-    assert [tight.chat(one).text for one in asked] == cold
+    assert answers()[0] == cold
     at_once(tight, [question(number, max_tokens=2) for number in range(60, 90)])
-    assert [tight.chat(one).text for one in asked] == cold
+    assert answers() == (cold, no_tokens)
 
 
 # -- pressure ---------------------------------------------------------------------

@@ -17,8 +17,9 @@ from tests.cases.pictures import (
     refused,
     text,
 )
-from tests.cases.test_prompt_build import PICTURE, said
+from tests.cases.test_prompt_build import PICTURE, said, special_ids
 from tests.e2e.cluster import Cluster
+from tests.e2e.member import request
 from tests.waiting import promised
 
 
@@ -27,6 +28,10 @@ def test_prm_07_images_in_a_system_message(cluster: Cluster) -> None:
     system = {"role": "system", "content": [part(data_url(PICTURE))]}
     with_image = cluster.chat({"messages": [system, user], "max_tokens": 1})
     assert image_tokens(with_image) == image_tokens(said(cluster, PICTURE))
+    asked = {"model": cluster.model, "messages": [system, user]}
+    ids, special = request(cluster.address, "/tokenize", asked).json["tokens"], special_ids()
+    turns = [at for at, token in enumerate(ids) if token == special["<|im_start|>"]]
+    assert turns[0] < ids.index(special["<|image_pad|>"]) < turns[1], "it left its message"
     bad = {"role": "system", "content": [part(data_url(b"none"))]}
     refused(cluster.chat({"messages": [bad, user]}), "no picture")
 

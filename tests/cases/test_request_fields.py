@@ -115,9 +115,12 @@ async def test_req_02_over_length_states_true_numbers(house: House) -> None:
 
 
 async def test_req_03_limits_are_the_smallest_workers(empty: House) -> None:
-    empty.capacity = {"max_context": 60, "max_rows": 3}
-    for stage in Stage:
-        await empty.add(stage)
+    for large, capacity in enumerate(
+        ({"max_context": 60, "max_rows": 3}, {"max_context": 600, "max_rows": 30})
+    ):
+        empty.capacity = capacity
+        for stage in Stage:
+            await empty.add(stage, f"{stage}-{large}")
     refused(await empty.chat(max_tokens=60), "max_tokens")
     error = refused(await empty.chat(images=1, max_tokens=1), "messages")
     assert "at most 3" in error["message"]

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -241,6 +242,27 @@ def handles_sigterm(pid: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text()
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+HEARD = """
+import signal, sys, epd.host, epd.cli
+
+def serve_stage(role, config):
+    heard = signal.getsignal(signal.SIGTERM) is epd.host._on_early_stop
+    print(role, heard, "torch" in sys.modules, flush=True)
+    return 0
+
+epd.host.serve_stage = serve_stage
+epd.cli.main()
+"""
+
+
+@pytest.mark.parametrize("role", [GATEWAY, *STAGES])
+def test_ops_05_a_stop_is_heard_before_anything_is_loaded(role: str) -> None:
+    """Whatever then takes how long."""
+    command = [sys.executable, "-c", HEARD, role, str(DEMO_CHECKPOINT)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout.split() == [role, "True", "False"], done.stderr
 
 
 @pytest.mark.parametrize("role", [GATEWAY, "encode", "decode"])

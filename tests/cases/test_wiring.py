@@ -23,6 +23,7 @@ from epd.rpc.server import Server
 from epd.transfer.contract import Handle
 from epd.transfer.engine import Engine
 from epd.transfer.pieces import Piece
+from gateway.streams import Connections
 from gateway.workers import Registry
 from tests.cases.pictures import body, file, quad, text
 from tests.e2e.cluster import DEMO_CHECKPOINT, ROOT, Cluster
@@ -70,19 +71,22 @@ async def test_hnd_20_twelve_readers_meet_one_owner_at_once(owner: PeerProcess) 
 
 
 @pytest.mark.parametrize("stage", [Stage.PREFILL, Stage.DECODE])
-def test_hnd_21_a_fresh_worker_gets_no_more_than_the_others_have(stage: Stage) -> None:
+async def test_hnd_21_a_fresh_worker_gets_no_more_than_the_others_have(stage: Stage) -> None:
     """Nothing is stored at a worker for others to fetch; what is left of the case is a burst
     of requests just when an empty worker has joined."""
-    registry = Registry("f", "float32", 2.0, Clock())
-    busy = [registry.join(card(f"old:{n}", stage)) for n in range(2)]
+    registry, calls = Registry("f", "float32", 2.0, Clock()), Connections(RpcConfig())
+    busy = [registry.join(card(f"127.0.0.1:{n}", stage)) for n in (1, 2)]
     for worker in busy:
         worker.running = 6
-    fresh = registry.join(card("new:1", stage))
-    for _ in range(30):
-        registry.choose(stage).pending += 1
+    fresh = registry.join(card("127.0.0.1:3", stage))
+    opened = []
+    for _ in range(30):  # nobody listens there; what counts is what was sent
+        opened.append(calls.open(stage, registry.choose(stage), LIMIT_S, "burst"))
         assert fresh.load <= max(worker.load for worker in busy) + 1
     loads = [worker.load for worker in (*busy, fresh)]
     assert max(loads) - min(loads) <= 1
+    await asyncio.gather(*(stream.settle(LIMIT_S) for stream in opened))
+    await calls.close()
 
 
 def test_hnd_21_a_fresh_encoder_takes_its_share_of_pictures() -> None:
@@ -94,6 +98,17 @@ def test_hnd_21_a_fresh_encoder_takes_its_share_of_pictures() -> None:
         registry.choose_encoder(number.to_bytes(32), 16).card.address for number in range(200)
     )
     assert sent["new:1"] <= 2 * 200 / 4
+
+
+def test_hnd_21_a_fresh_encoder_is_given_as_many_rows_as_wait_at_the_others() -> None:
+    """In a burst, of which no heartbeat has told yet."""
+    registry = Registry("f", "float32", 2.0, Clock())
+    old = registry.join(card("old:1", Stage.ENCODE))
+    old.queued_rows = 160
+    registry.join(card("new:1", Stage.ENCODE))
+    sent = [registry.choose_encoder(n.to_bytes(32), 16).card.address for n in range(40)]
+    assert set(sent[:9]) == {"new:1"}
+    assert sent.count("old:1") == pytest.approx(15, abs=2)
 
 
 # -- addresses -------------------------------------------------------------------------
