@@ -185,7 +185,7 @@ def _part(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     kind = value.get("type")
-    if kind in _PARTS:
+    if isinstance(kind, str) and kind in _PARTS:
         dropped = ("annotations", "logprobs")  # of an earlier answer; they are no input
         return {k: v for k, v in value.items() if k not in dropped} | {"type": _PARTS[kind]}
     if kind == "input_image" and value.get("file_id") is None:
