@@ -151,7 +151,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._silent = 0
         self._in_body = True
         super().on_headers_complete()
-        self.cycle.transport = _Joined(self.transport, self.loop)  # type: ignore[assignment]
+        if self.scope["method"] != "HEAD":  # whose answer has no body that a head could wait for
+            self.cycle.transport = _Joined(self.transport, self.loop)  # type: ignore[assignment]
         if self.scope["http_version"] == "1.0":
             _unframed(self.cycle)
 
@@ -263,12 +264,14 @@ class _Joined:
         if self._head and not self._transport.is_closing():
             self.write(b"")
 
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
     def is_closing(self) -> bool:
         return self._transport.is_closing()
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the transport's own and comes behind the head, whatever uvicorn may
+        come to use: to close is to send first what was written before."""
+        self._flush()
+        return getattr(self._transport, name)
 
 
 def _unframed(cycle: RequestResponseCycle) -> None:

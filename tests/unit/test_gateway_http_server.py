@@ -7,13 +7,15 @@ import re
 import socket
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock, call
 
+import pytest
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.server import ServerState
 
 from epd.config import GatewayConfig
-from gateway.http_protocol import BoundedProtocol, Bounds, bounded
+from gateway.http_protocol import BoundedProtocol, Bounds, _Joined, bounded
 from gateway.http_server import HttpServer
 from tests.waiting import until
 
@@ -174,6 +176,42 @@ async def test_a_head_on_its_way_to_a_client_that_left_is_dropped() -> None:
     await asyncio.sleep(0)
     assert not wire.writes
     task.cancel()
+
+
+CALLS: dict[str, tuple[Any, ...]] = {
+    "get_extra_info": ("peername",),
+    "set_protocol": (asyncio.Protocol(),),
+    "writelines": ([b"a", b"b"],),
+}
+"""What is called with arguments."""
+MORE = [
+    name
+    for name in dir(asyncio.Transport)
+    if not name.startswith("_") and name not in ("write", "is_closing")
+]
+
+
+@pytest.mark.parametrize("name", MORE)
+async def test_whatever_else_a_transport_does_comes_behind_the_head(name: str) -> None:
+    """uvicorn writes, closes and asks whether it is closed; it may come to do more."""
+    transport = Mock(asyncio.Transport, **{"is_closing.return_value": False})
+    joined = _Joined(transport, asyncio.get_running_loop())
+    joined.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    assert transport.write.mock_calls == []
+    getattr(joined, name)(*CALLS.get(name, ()))
+    behind = [made for made in transport.mock_calls if made != call.is_closing()]
+    made = getattr(call, name)(*CALLS.get(name, ()))
+    assert behind == [call.write(b"HTTP/1.1 200 OK\r\n\r\n"), made]
+    await asyncio.sleep(0)
+    assert len(transport.write.mock_calls) == 1
+
+
+async def test_an_answer_without_a_body_goes_out_before_what_is_said_of_the_next_request() -> None:
+    connection, wire = connected()
+    connection.data_received(GET.replace(b"GET", b"HEAD"))
+    await asyncio.sleep(0)  # it is answered
+    connection.data_received(b"\0")
+    assert re.findall(rb"HTTP/1.1 (\d+)", wire.written) == [b"200", b"400"]
 
 
 async def test_who_asks_whether_to_send_is_told_before_the_answer() -> None:
