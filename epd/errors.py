@@ -7,6 +7,7 @@ field (`param`); what is ours is typed, counted and logged with the request id.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -83,6 +84,8 @@ TABLE: dict[ErrorKind, Mapping] = {
 class EpdError(Exception):
     """A request failed for a reason that its sender can be told.
 
+    `by_client`: its sender has brought it about, as with all kinds that are the user's fault;
+    of others this one is: a deadline or a limit of the sender's own.
     `param` names the field at fault as the client wrote it, e.g.
     ``messages[1].content[0]``. `retry_after_s` becomes Retry-After / RetryInfo.
     Both quote the client, who may have sent megabytes: what is long loses its middle.
@@ -95,6 +98,7 @@ class EpdError(Exception):
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
+        by_client: bool = False,
     ) -> None:
         message = shortened(message, _MOST_MESSAGE)
         super().__init__(message)
@@ -102,6 +106,7 @@ class EpdError(Exception):
         self.message = message
         self.param = None if param is None else shortened(param, _MOST_PARAM)
         self.retry_after_s = retry_after_s
+        self.by_client = by_client or self.mapping.users_fault
 
     @property
     def mapping(self) -> Mapping:
@@ -111,6 +116,11 @@ class EpdError(Exception):
     def for_log(self) -> str:
         """The message, but of what is wrong with a request: it quotes what is in no log."""
         return str(self.kind) if self.mapping.http_status == 400 else self.message
+
+    @property
+    def log_level(self) -> int:
+        """What clients bring about is no matter for whoever runs the service."""
+        return logging.INFO if self.by_client else logging.WARNING
 
     def as_json(self) -> dict[str, str | None]:
         """For another process of ours: `from_json` makes it again."""

@@ -209,7 +209,9 @@ class _Worker:
             self.kill()
             # A worker that the kernel stopped for its CPU time looks like one that crashed.
             timed_out = isinstance(error, TimeoutError) or time.monotonic() - started >= cpu_s
-            _log.warning("a sandbox worker died", extra={"timed_out": timed_out})
+            # What takes too long is what a client sent.
+            level = logging.INFO if timed_out else logging.WARNING
+            _log.log(level, "a sandbox worker died", extra={"timed_out": timed_out})
             raise WorkerDied(timed_out) from error
 
     def kill(self) -> None:

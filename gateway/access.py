@@ -118,7 +118,7 @@ class Access:
     def _spend(self, caller: Caller) -> None:
         if self._concurrent and caller.running >= self._concurrent:
             reason = f"this key has {caller.running} requests running, the most it may have"
-            raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
+            raise _own_limit(reason, 1.0)
         self._leave_room(caller)
         if not self._per_minute:
             return
@@ -128,7 +128,7 @@ class Access:
         if caller.budget < 1:
             wait = (1 - caller.budget) * 60 / self._per_minute
             reason = f"this key may make {self._per_minute} requests a minute"
-            raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=wait)
+            raise _own_limit(reason, wait)
         caller.budget -= 1
 
     def _leave_room(self, caller: Caller) -> None:
@@ -138,6 +138,12 @@ class Access:
         if len(self._callers) > 1 and caller.running >= GREED * left:
             reason = f"this key has {caller.running} requests running, and {left} places are left"
             raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
+
+
+def _own_limit(reason: str, retry_after_s: float) -> EpdError:
+    """The service has room; this key has used up its own."""
+    kind = ErrorKind.OVERLOADED
+    return EpdError(kind, reason, retry_after_s=retry_after_s, by_client=True)
 
 
 def _caller(key: str, budget: float, now: float) -> Caller:

@@ -305,9 +305,8 @@ def error_response(error: EpdError) -> Response:
 async def _on_epd_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EpdError)
     metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
-    level = logging.INFO if error.mapping.users_fault else logging.WARNING
     extra = {"kind": str(error.kind), "param": error.param}
-    _log.log(level, "refused: %s", error.for_log, extra=extra)
+    _log.log(error.log_level, "refused: %s", error.for_log, extra=extra)
     return error_response(without_frames(error))
 
 

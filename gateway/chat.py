@@ -15,6 +15,7 @@ from epd.text.output import OutputText
 from epd.text.vocabulary import Vocabulary
 from gateway.answer import Answer
 from gateway.budget import Budget, Hold
+from gateway.deadline import Deadline
 from gateway.outcomes import beginning, outcome_of
 from gateway.pipeline import Pipeline
 from gateway.prepare import Preparer
@@ -80,14 +81,12 @@ class ChatService:
         self.check_model(call.model)
         self._check_images(call)
         timeline = Timeline()
-        longest = self.config.limits.request_deadline_s
-        allowed = longest if deadline_s is None else min(deadline_s, longest)
-        deadline = asyncio.get_running_loop().time() + allowed
+        deadline = Deadline.of(self.config.limits.request_deadline_s, deadline_s)
         self._check_room()
         self.inflight += 1
         visit: Visit | None = None
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(deadline.at):
                 visit = await self.door.enter(call.salt)
             timeline.begin("plan")
             request = await self.plan(call, request_id, hold, deadline)
@@ -98,8 +97,7 @@ class ChatService:
             if visit is not None:
                 visit.end(given_up=outcome_of(error) == "cancelled")
             if isinstance(error, TimeoutError):
-                reason = "the request's deadline has passed"
-                raise EpdError(ErrorKind.DEADLINE_EXCEEDED, reason) from None
+                raise deadline.passed() from None
             raise
         answer = Answer(
             call,
@@ -129,21 +127,20 @@ class ChatService:
         ]
 
     async def plan(
-        self, call: ChatCall, request_id: str, hold: Hold, deadline: float | None = None
+        self, call: ChatCall, request_id: str, hold: Hold, deadline: Deadline | None = None
     ) -> PlannedRequest:
-        """What the stages would be asked; none is. `deadline` is on the loop's clock.
+        """What the stages would be asked; none is. Without a `deadline` it is the gateway's.
 
         Raises:
             EpdError: the user's fault, or the deadline has passed.
         """
-        longest = asyncio.get_running_loop().time() + self.config.limits.request_deadline_s
+        until = deadline or Deadline.of(self.config.limits.request_deadline_s)
         try:
             with call.names.used():
-                async with asyncio.timeout_at(longest if deadline is None else deadline):
+                async with asyncio.timeout_at(until.at):
                     return await self.preparer.plan(call, request_id, hold)
         except TimeoutError:
-            reason = "the request's deadline has passed"
-            raise EpdError(ErrorKind.DEADLINE_EXCEEDED, reason) from None
+            raise until.passed() from None
 
     def check_model(self, name: str) -> None:
         """Raises EpdError for another model than ours; an empty name is none."""

@@ -34,9 +34,10 @@ def outcome_of(error: BaseException) -> str:
         return "cancelled"
     if not isinstance(error, EpdError):
         return "failed"
-    if error.kind is ErrorKind.CANCELLED:
+    given_up = error.kind is ErrorKind.DEADLINE_EXCEEDED and error.by_client
+    if error.kind is ErrorKind.CANCELLED or given_up:
         return "cancelled"
-    refused = error.mapping.users_fault or error.kind is ErrorKind.OVERLOADED
+    refused = error.by_client or error.kind is ErrorKind.OVERLOADED
     return "refused" if refused else "failed"
 
 

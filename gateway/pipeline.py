@@ -37,6 +37,7 @@ from epd.jobs import Stage
 from epd.rpc.status import internal
 from gateway import disclosure
 from gateway.attempt import Attempt
+from gateway.deadline import Deadline
 from gateway.progress import Progress, Stages
 from gateway.request import Event, PlannedRequest
 from gateway.streams import StageFault
@@ -63,8 +64,8 @@ class Pipeline:
         self._background: set[asyncio.Task[None]] = set()
         self.running = 0
 
-    def start(self, request: PlannedRequest, deadline: float, timeline: Timeline) -> Run:
-        """Begin. `deadline` is on the event loop's clock. The caller must `cancel` it.
+    def start(self, request: PlannedRequest, deadline: Deadline, timeline: Timeline) -> Run:
+        """Begin. The caller must `cancel` it.
 
         Raises:
             EpdError: STAGE_UNAVAILABLE if a stage that is surely needed has no worker.
@@ -96,7 +97,7 @@ class Run:
     """One running request: take its events, then `cancel`."""
 
     def __init__(
-        self, pipeline: Pipeline, request: PlannedRequest, deadline: float, timeline: Timeline
+        self, pipeline: Pipeline, request: PlannedRequest, deadline: Deadline, timeline: Timeline
     ) -> None:
         self._pipeline = pipeline
         self._request = request
@@ -162,16 +163,17 @@ class Run:
 
     async def _drive(self) -> None:
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout_at(self._deadline.at):
                 await self._follow(self._progresses, 0)
                 return
         except TimeoutError:
-            error = EpdError(ErrorKind.DEADLINE_EXCEEDED, "the request's deadline has passed")
+            error = self._deadline.passed()
         except StageFault as fault:
             error = disclosure.told(fault, self._request)
-            level = logging.INFO if error.mapping.users_fault else logging.WARNING
             said = error.for_log if error.mapping.http_status == 400 else str(fault)
-            _log.log(level, "failed: %s", said, extra={"request": self._request.request_id})
+            _log.log(
+                error.log_level, "failed: %s", said, extra={"request": self._request.request_id}
+            )
             without_frames(fault)
         except EpdError as typed:
             error = typed
@@ -213,7 +215,8 @@ class Run:
         """Run one. The fault that ended it; whether decode had pushed it out; whether it
         made any tokens."""
         number = next(self._numbers)
-        attempt = Attempt(self._pipeline.stages, self._request, number, group, self._deadline)
+        deadline = self._deadline.at
+        attempt = Attempt(self._pipeline.stages, self._request, number, group, deadline)
         self._attempts.add(attempt)
         failure: StageFault | None = None
         preempted = False

@@ -103,7 +103,6 @@ class PromptProcess:
     def _on_death(self) -> None:
         self._life = None
         if not self._closed:
-            _log.error("a prompt process died: the next request starts another")
             self.deaths += 1
 
     async def close(self) -> None:
@@ -128,6 +127,8 @@ class _Life(asyncio.Protocol):
         self._patience = LOAD_S
         """Wall time for the first of `asked`."""
         self._late = False
+        self._unwanted = False
+        """It is ended: no matter how."""
         self._alarm: asyncio.TimerHandle | None = None
         self._end: asyncio.Task[None] | None = None
 
@@ -186,6 +187,7 @@ class _Life(asyncio.Protocol):
     async def end(self) -> None:
         """Kill it; what it was asked fails."""
         assert self._transport is not None
+        self._unwanted = True
         self._process.kill()
         self._transport.abort()
         with contextlib.suppress(TimeoutError):
@@ -226,6 +228,10 @@ class _Life(asyncio.Protocol):
         """How it ended is known when it is reaped; the first of `left` was the cause."""
         code = await asyncio.to_thread(self._process.wait)
         late = self._late or code == -signal.SIGXCPU
+        if not self._unwanted:
+            # What takes too long is what a client sent.
+            level, how = (logging.INFO, "took too long") if late else (logging.ERROR, "died")
+            _log.log(level, "a prompt process %s: the next request starts another", how)
         for asked in left:
             asked.over()
             if not asked.reply.done():

@@ -283,5 +283,5 @@ class EventStream(Response):
     def _told(self, error: EpdError) -> None:
         """The client of a stream is told of a fault in an event of its own."""
         metrics.ERRORS.labels(STAGE, str(error.kind)).inc()
-        _log.warning("stream ends with %s: %s", error.kind, error.for_log)
+        _log.log(error.log_level, "stream ends with %s: %s", error.kind, error.for_log)
         without_frames(error)

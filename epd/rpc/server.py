@@ -156,8 +156,8 @@ class TypedErrors(HandlerInterceptor):
 
     async def _abort(self, error: EpdError, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         metrics.ERRORS.labels(self._stage, str(error.kind)).inc()
-        level = logging.INFO if error.mapping.users_fault else logging.WARNING
-        logger.log(level, error.for_log, extra={"kind": str(error.kind), "param": error.param})
+        extra = {"kind": str(error.kind), "param": error.param}
+        logger.log(error.log_level, error.for_log, extra=extra)
         code, message, metadata = to_status(error)
         # Again: Python's own client may see the status first, and no first metadata then.
         named = (("x-request-id", found),) if (found := request_id()) else ()
@@ -165,7 +165,8 @@ class TypedErrors(HandlerInterceptor):
             async with asyncio.timeout(TAKEN_WITHIN_S):
                 await context.abort(code, message, (*metadata, *named))
         except TimeoutError:
-            logger.warning("the peer takes no status", extra={"cut_off": cut_off()})
+            cut = {"cut_off": cut_off()}
+            logger.log(error.log_level, "the peer takes no status", extra=cut)
             raise asyncio.CancelledError from None
         except grpc.aio.InternalError:
             # gRPC itself has ended the call, with its own status (a message too large).

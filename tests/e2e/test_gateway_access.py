@@ -174,6 +174,7 @@ def test_the_rate_is_a_budget_that_grows() -> None:
         spend()
     assert caught.value.kind is ErrorKind.OVERLOADED
     assert caught.value.retry_after_s == pytest.approx(30.0)
+    assert caught.value.by_client
     now[0] = 30.0
     spend()
     now[0] = 3600.0

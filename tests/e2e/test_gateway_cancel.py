@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from epd.errors import EpdError, ErrorKind
 from gateway.checkpoint import Loaded
+from gateway.outcomes import outcome_of
+from gateway.schema import parse_body
 from tests.e2e.fake_stages import Call, hang
 from tests.e2e.gateway_house import CHAT, House, before, opened, raw
 from tests.e2e.http_client import Connection
@@ -108,3 +111,41 @@ async def test_a_stop_string_cancels_decode(house: House) -> None:
     assert reply["usage"]["completion_tokens"] < 20
     assert "decode: Cancel" in house.journal
     assert "decode: Finished" not in house.journal
+
+
+@pytest.mark.parametrize("where", ["door", "plan", "decode.job", "decode.token"])
+@pytest.mark.parametrize("own", [True, False])
+async def test_whose_deadline_it_was(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, where: str, own: bool
+) -> None:
+    """A client that gives itself little time gives up; the gateway that does has failed."""
+    longest, asked_s = (60.0, 0.3) if own else (0.3, 60.0)
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    async with opened(loaded, {"request_deadline_s": longest}) as house:
+        service = house.gateway.service
+        if where == "door":
+            monkeypatch.setattr(service.door, "enter", never)
+        elif where == "plan":
+            monkeypatch.setattr(service.preparer, "plan", never)
+        else:
+            house.script.hooks[where] = hang
+
+        async def ask() -> None:
+            call = parse_body(raw(), service.config.limits, 1024)
+            answer = await service.open(call, "id", service.budget.hold(), asked_s)
+            try:
+                with answer.served():
+                    async for _ in answer.parts():
+                        pass
+            finally:
+                answer.cancel()
+
+        with pytest.raises(EpdError) as caught, soon(30, instead_of="the longer one"):
+            await ask()
+        assert caught.value.kind is ErrorKind.DEADLINE_EXCEEDED
+        assert caught.value.by_client is own
+        assert outcome_of(caught.value) == ("cancelled" if own else "failed")
+        await house.settled()

@@ -77,6 +77,21 @@ async def test_a_stream_that_begins_late_begins_with_pings(
         assert reply.body.endswith(b"[DONE]\n\n") is (path == CHAT)
 
 
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [(ErrorKind.CONTEXT_LENGTH_EXCEEDED, "INFO"), (ErrorKind.CHECKSUM_MISMATCH, "WARNING")],
+)
+async def test_what_ends_a_begun_stream_is_a_warning_if_it_is_ours(
+    loaded: Loaded, caplog: pytest.LogCaptureFixture, kind: ErrorKind, level: str
+) -> None:
+    caplog.set_level("INFO")
+    async with opened(loaded) as house:
+        house.script.hooks["decode.token"] = fail(kind)
+        assert str(kind) in str(await house.stream())
+    (line,) = [one for one in caplog.records if one.getMessage().startswith("stream ends with")]
+    assert line.levelname == level
+
+
 async def test_a_reader_that_never_reads_is_cut_off(loaded: Loaded) -> None:
     """Memory is bounded, decode is held back, and its place is free in the end."""
     async with opened(loaded, slow_reader_s=1.0) as house:

@@ -50,6 +50,12 @@ def said(text: str) -> list[ChatMessage]:
     return [ChatMessage("user", (TextPart(text),))]
 
 
+def levels(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Of what is said of processes that ended."""
+    found = [one for one in caplog.records if one.getMessage().startswith("a prompt process")]
+    return [one.levelname for one in found]
+
+
 async def test_a_prompt_that_takes_too_much_memory_is_refused(pool: PromptPool) -> None:
     before = pool.rebuilt
     with pytest.raises(EpdError, match="takes more than 512 MiB") as caught:
@@ -71,8 +77,11 @@ async def test_a_process_that_waits_for_ever_is_ended(
     assert isinstance(await pool.build(said("a"), (), 999), PromptPlan)
 
 
-async def test_a_prompt_that_takes_too_long_dies_alone(pool: PromptPool) -> None:
+async def test_a_prompt_that_takes_too_long_dies_alone(
+    pool: PromptPool, caplog: pytest.LogCaptureFixture
+) -> None:
     """By CPU time, so that a machine that is full is no reason; others go on."""
+    caplog.set_level("INFO")
     before = pool.rebuilt
     asked = [asyncio.create_task(pool.build(said(t), (), 999)) for t in ("slow", "a", "b")]
     slow, *others = await asyncio.gather(*asked, return_exceptions=True)
@@ -81,9 +90,11 @@ async def test_a_prompt_that_takes_too_long_dies_alone(pool: PromptPool) -> None
     assert (slow.param, slow.retry_after_s) == ("messages", None)
     assert slow.message == "messages: the prompt takes more than 1 s to build"
     assert all(isinstance(other, PromptPlan) for other in others)
+    assert levels(caplog) == ["INFO"], "it is the client's prompt"
     # A process that has just begun its life is no exception.
     os.kill(child().pid, signal.SIGKILL)
     await until(lambda: pool.rebuilt == before + 2)
+    await until(lambda: levels(caplog) == ["INFO", "ERROR"])
     with pytest.raises(EpdError, match="more than 1 s"):
         await pool.build(said("slow"), (), 999)
     assert pool.rebuilt == before + 3

@@ -87,6 +87,28 @@ async def test_a_typed_error_arrives_as_it_was_raised_and_is_counted() -> None:
     assert count("overloaded") == before + 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "by_client", "level"),
+    [
+        (ErrorKind.INVALID_IMAGE, False, "INFO"),
+        (ErrorKind.DEADLINE_EXCEEDED, True, "INFO"),
+        (ErrorKind.DEADLINE_EXCEEDED, False, "WARNING"),
+        (ErrorKind.OVERLOADED, False, "WARNING"),
+    ],
+)
+async def test_what_clients_bring_about_is_no_warning(
+    caplog: pytest.LogCaptureFixture, kind: ErrorKind, by_client: bool, level: str
+) -> None:
+    async def refuse(context: Any) -> None:
+        raise EpdError(kind, "so it ends", by_client=by_client)
+
+    caplog.set_level("INFO")
+    async with serving(refuse) as (_, channel):
+        await failed(channel)
+    (line,) = [record for record in caplog.records if getattr(record, "kind", "") == str(kind)]
+    assert line.levelname == level
+
+
 async def test_an_unknown_exception_is_internal_and_keeps_its_text() -> None:
     async def broken(context: Any) -> None:
         raise ZeroDivisionError("the prompt was: secret")

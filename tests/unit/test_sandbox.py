@@ -105,7 +105,10 @@ async def test_errors_of_the_work_cost_no_worker(make: Make) -> None:
 @pytest.mark.parametrize(
     ("action", "timed_out"), [("spin", True), ("sleep", True), ("crash", False), ("exit", False)]
 )
-async def test_a_deadly_request_dies_alone(make: Make, action: str, timed_out: bool) -> None:
+async def test_a_deadly_request_dies_alone(
+    make: Make, caplog: pytest.LogCaptureFixture, action: str, timed_out: bool
+) -> None:
+    caplog.set_level("INFO")
     sandbox = make(workers=2)
     await sandbox.start()
     before = await two_pids(sandbox)
@@ -118,6 +121,9 @@ async def test_a_deadly_request_dies_alone(make: Make, action: str, timed_out: b
     assert caught.value.timed_out is timed_out
     assert await two_pids(sandbox) != before
     assert sandbox.killed == 1
+    levels = {one.levelname for one in caplog.records if one.msg == "a sandbox worker died"}
+    # What takes too long is what somebody sent; a crash may be anything.
+    assert levels == {"INFO" if timed_out else "WARNING"}
 
 
 async def test_a_worker_is_replaced_at_once(make: Make) -> None:
