@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import struct
 
@@ -60,6 +61,43 @@ async def test_chunks_with_extensions_and_trailers(house: House) -> None:
     head = head.replace(b"content-length: 0\r\n", b"")
     read = await said(house, head + b"%x;a=b\r\n%b\r\n0\r\nx-a: 1\r\n\r\n" % (len(data), data))
     assert b" 200 OK" in read
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("transfer-encoding: gzip, chunked",),
+        ("transfer-encoding: gzip", "transfer-encoding: chunked"),
+        ("Transfer-Encoding: X, Chunked",),
+        ("transfer-encoding: chunked", "content-encoding: identity", "content-encoding: gzip"),
+    ],
+)
+async def test_what_was_done_to_a_body_on_its_way_is_not_undone(
+    house: House, lines: tuple[str, ...]
+) -> None:
+    """It is refused by name, and where it ends is known: the next request has its answer."""
+    head = [f"POST {CHAT} HTTP/1.1", "host: epd", *lines, "", ""]
+    coded = "\r\n".join(head).encode() + b"2\r\n\x1f\x8b\r\n0\r\n\r\n"
+    last = b"GET /health HTTP/1.1\r\nhost: epd\r\nconnection: close\r\n\r\n"
+    read = await said(house, coded + last)
+    assert re.findall(rb"HTTP/1.1 (\d+)", read) == [b"400", b"200"]
+    assert b"-encoding '" in read
+    assert b"is not supported; send the body as it is" in read
+    assert b'"type":"invalid_request_error"' in read
+    assert read.endswith(b'{"status":"ok"}')
+    assert house.journal == []
+
+
+@pytest.mark.parametrize("line", ["Transfer-Encoding: Chunked", "content-encoding: Identity"])
+async def test_a_body_as_it_is_may_be_called_so(house: House, line: str) -> None:
+    data = raw()
+    head = post(b"", "1.1", "connection: close", line)
+    if "Chunked" in line:
+        head = head.replace(b"content-length: 0\r\n", b"")
+        data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data)
+    else:
+        head = head.replace(b"length: 0", b"length: %d" % len(data))
+    assert b" 200 OK" in await said(house, head + data)
 
 
 SMUGGLED = b"GET /v1/models HTTP/1.1\r\nhost: epd\r\n\r\n"
