@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -13,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from epd import preflight
+from epd.child import child_environment
 from epd.config import Config
 from epd.config_sources import load_config
 from epd.errors import EpdError
 from epd.models.families import PROVEN
+from epd.models.files import CHECKED
 from epd.supervisor import fixed_ports, run
 from tests.waiting import promised
 
@@ -30,6 +34,45 @@ PORTS = ("gateway.http_port", "gateway.grpc_port", "gateway.membership_port",
 def settings(**flags: Any) -> Config:
     free = dict.fromkeys(PORTS, 0)
     return load_config(None, free | {"model.path": str(DEMO)} | flags, {})
+
+
+def checked(path: Path) -> None:
+    preflight.check(settings(**{"model.path": str(path)}), (), gateway=True, worker=True)
+
+
+def test_a_tokenizer_is_read_by_whoever_starts_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those inherit its word. It holds for that file as it was; who is started alone reads it."""
+    read: list[str] = []
+
+    class Counted:
+        @staticmethod
+        def from_file(path: str) -> None:
+            read.append(path)
+            Tokenizer.from_file(path)
+
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer.json"
+    monkeypatch.setenv(CHECKED, "")
+    monkeypatch.setattr("tokenizers.Tokenizer", Counted)
+    checked(tmp_path)
+    checked(tmp_path)
+    assert read == [str(file)]
+    inherited = child_environment(settings(), os.environ)[CHECKED]
+    monkeypatch.delenv(CHECKED)
+    checked(tmp_path)
+    assert len(read) == 2, "it was started alone"
+    monkeypatch.setenv(CHECKED, inherited)
+    checked(tmp_path)
+    assert len(read) == 2
+    file.write_bytes(file.read_bytes().replace(b"vocab", b"vocaB"))
+    with pytest.raises(EpdError, match="it has no vocabulary"):
+        checked(tmp_path)
+    shutil.copy(DEMO / "tokenizer.json", tmp_path / "other.json")
+    (tmp_path / "other.json").replace(file)
+    checked(tmp_path)
+    assert len(read) == 3, "another file"
 
 
 @pytest.fixture
