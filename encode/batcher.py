@@ -69,6 +69,8 @@ class Batcher:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._waiting: dict[int, _Picture] = {}  # in order of arrival
+        self._file_bytes = 0
+        """Of those that wait: a long queue is not gone through for each picture that comes."""
         self._running: dict[int, _Picture] = {}
         self._decoded = Shares()
         self._encoded = Shares()
@@ -94,8 +96,11 @@ class Batcher:
         places to one of `client`, so that no client keeps the others out. They must be
         aborted then."""
         leaving: list[int] = []
-        waiting, held = dict(self._waiting), self._file_bytes
-        while len(waiting) >= self._limits.max_queue or self._too_large(held, file_bytes):
+        held = self._file_bytes
+        if not self._full(len(self._waiting), held, file_bytes):
+            return leaving
+        waiting = dict(self._waiting)
+        while self._full(len(waiting), held, file_bytes):
             queued = ((p.client, p.key) for p in waiting.values() if p.state is _State.QUEUED)
             key = gives_way(queued, client)
             if key is None:
@@ -104,12 +109,10 @@ class Batcher:
             leaving.append(key)
         return leaving
 
-    @property
-    def _file_bytes(self) -> int:
-        return sum(picture.file_bytes for picture in self._waiting.values())
-
-    def _too_large(self, held: int, more: int) -> bool:
-        return held > 0 and held + more > self._limits.max_file_bytes
+    def _full(self, waiting: int, held: int, more: int) -> bool:
+        """One file may wait however large it is."""
+        too_large = held > 0 and held + more > self._limits.max_file_bytes
+        return waiting >= self._limits.max_queue or too_large
 
     def admit(
         self,
@@ -129,21 +132,31 @@ class Batcher:
         self._check_queue(file_bytes)
         assert key not in self._waiting
         assert key not in self._running
-        depth, named = len(self._waiting), (client, request)
-        same = (p.key for p in self._waiting.values() if (p.client, p.request) == named)
-        behind = next(same, None) if request else None
+        depth = len(self._waiting)
+        behind = self._first_of(client, request) if request else None
         self._waiting[key] = _Picture(key, client, request, rows, behind, file_bytes)
+        self._file_bytes += file_bytes
         return depth
+
+    def _first_of(self, client: bytes, request: str) -> int | None:
+        same = (p.key for p in self._waiting.values() if (p.client, p.request) == (client, request))
+        return next(same, None)
+
+    def _leave_queue(self, key: int) -> _Picture | None:
+        picture = self._waiting.pop(key, None)
+        if picture is not None:
+            self._file_bytes -= picture.file_bytes
+        return picture
 
     def _check_queue(self, more: int) -> None:
         depth, held = len(self._waiting), self._file_bytes
+        if not self._full(depth, held, more):
+            return
         if depth >= (most := self._limits.max_queue):
             reason = f"{depth} images wait, {most} may (encode.max_queue)"
-        elif self._too_large(held, more):
+        else:
             most = self._limits.max_file_bytes
             reason = f"{held} bytes of images wait, {most} may (encode.max_queue_mib)"
-        else:
-            return
         raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
 
     # -- decoding -----------------------------------------------------------
@@ -182,6 +195,7 @@ class Batcher:
         picture = self._waiting.get(key)
         if picture is not None:
             assert picture.state is _State.DECODING
+            self._file_bytes -= picture.file_bytes
             picture.state, picture.patches, picture.file_bytes = _State.READY, patches, 0
 
     # -- encoding -----------------------------------------------------------
@@ -211,7 +225,8 @@ class Batcher:
                 break
             ready.take(picture.patches)
             patches += picture.patches
-            self._running[picture.key] = self._waiting.pop(picture.key)
+            self._leave_queue(picture.key)
+            self._running[picture.key] = picture
         return list(self._running)
 
     def complete(self, keys: Iterable[int]) -> None:
@@ -222,10 +237,11 @@ class Batcher:
     def abort(self, key: int) -> bool:
         """Forget a waiting picture. True if it is running instead: its place in the
         arena is in use until the batch is complete."""
-        self._waiting.pop(key, None)
+        self._leave_queue(key)
         return key in self._running
 
     def check_integrity(self) -> None:
         assert not self._running.keys() & self._waiting.keys()
         assert len(self._waiting) <= self._limits.max_queue
         assert len(self._held()) <= self._limits.ahead
+        assert self._file_bytes == sum(picture.file_bytes for picture in self._waiting.values())

@@ -89,6 +89,25 @@ class _Request:
         return end
 
 
+@dataclass(slots=True)
+class _Load:
+    """Sums over what waits, kept as it comes and goes: a long queue is not gone through for
+    each request that comes."""
+
+    tokens: int = 0
+    """Of all."""
+    new: int = 0
+    """Requests that can be refused: their clients have nothing of the answer yet."""
+    new_tokens: int = 0
+
+    def count(self, request: _Request, sign: int) -> None:
+        """One comes (1) or leaves (-1)."""
+        self.tokens += sign * request.total
+        if not request.resumed:
+            self.new += sign
+            self.new_tokens += sign * request.total
+
+
 class Scheduler:
     """Keys are the worker's own numbers, unique over its life."""
 
@@ -108,6 +127,7 @@ class Scheduler:
         self._max_queue = max_queue
         self._waiting: dict[int, _Request] = {}
         self._queue = FairQueue()  # of those that wait
+        self._load = _Load()
         self._running: dict[int, _Request] = {}  # front = longest without service
         self._computed = Shares()
 
@@ -124,7 +144,7 @@ class Scheduler:
         """That could be computed if there were time: of requests that wait all, of those that
         run up to the first image that is not here (that one waits for its encoder)."""
         behind = sum(max(0, r.limit() - r.computed) for r in self._running.values())
-        return sum(request.total for request in self._waiting.values()) + behind
+        return self._load.tokens + behind
 
     @property
     def runnable(self) -> bool:
@@ -153,8 +173,16 @@ class Scheduler:
         if not resumed:
             self._check_queue(total)
         places = (tuple(items), tuple(atomic))
-        self._waiting[key] = _Request(key, total, *places, self._overlap, client, resumed)
+        request = _Request(key, total, *places, self._overlap, client, resumed)
+        self._waiting[key] = request
+        self._load.count(request, 1)
         self._queue.add(key, client)
+
+    def _leave_queue(self, key: int) -> _Request | None:
+        request = self._waiting.pop(key, None)
+        if request is not None:
+            self._load.count(request, -1)
+        return request
 
     def _new(self) -> dict[int, _Request]:
         """What waits and can be refused, in order of arrival."""
@@ -165,11 +193,11 @@ class Scheduler:
         their places to one of `client`, so that no client keeps the others out. They must
         be aborted then."""
         leaving: list[int] = []
+        tokens = self._load.new_tokens
+        if not self._full(self._load.new, tokens, total):
+            return leaving
         waiting = self._new()
-        tokens = sum(request.total for request in waiting.values())
-        while len(waiting) >= self._max_queue or (
-            waiting and tokens + total > self._max_queue_tokens
-        ):
+        while self._full(len(waiting), tokens, total):
             key = gives_way(((r.client, key) for key, r in waiting.items()), client)
             if key is None:
                 return []
@@ -177,16 +205,20 @@ class Scheduler:
             leaving.append(key)
         return leaving
 
-    def _check_queue(self, more: int) -> None:
+    def _full(self, waiting: int, tokens: int, more: int) -> bool:
         """One request may wait however long it is."""
-        new = self._new().values()
-        waiting, tokens = len(new), sum(request.total for request in new)
+        too_long = waiting > 0 and tokens + more > self._max_queue_tokens
+        return waiting >= self._max_queue or too_long
+
+    def _check_queue(self, more: int) -> None:
+        waiting, tokens = self._load.new, self._load.new_tokens
+        if not self._full(waiting, tokens, more):
+            return
         if waiting >= self._max_queue:
             reason = f"{waiting} requests wait, {self._max_queue} may (prefill.max_queue)"
-        elif waiting and tokens + more > (most := self._max_queue_tokens):
-            reason = f"{tokens} tokens wait, {most} may (prefill.max_queue_tokens)"
         else:
-            return
+            most = self._max_queue_tokens
+            reason = f"{tokens} tokens wait, {most} may (prefill.max_queue_tokens)"
         raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
 
     def reserve(self, try_reserve: Callable[[int], int | None]) -> list[int]:
@@ -202,7 +234,8 @@ class Scheduler:
             computed = try_reserve(key)
             if computed is None:
                 break
-            request = self._waiting.pop(key)
+            request = self._leave_queue(key)
+            assert request is not None
             assert 0 <= computed < request.total
             request.computed = computed
             self._queue.take(key, request.total - computed)
@@ -253,7 +286,7 @@ class Scheduler:
         """Forget a request. True if a running step still uses its blocks."""
         request = self._running.pop(key, None)
         if request is None:
-            self._waiting.pop(key, None)
+            self._leave_queue(key)
             self._queue.drop(key)
             return False
         return request.in_step
@@ -262,5 +295,9 @@ class Scheduler:
         assert not self._waiting.keys() & self._running.keys()
         assert len(self._queue) == len(self._waiting)
         assert all(key in self._queue for key in self._waiting)
+        recounted = _Load()
+        for request in self._waiting.values():
+            recounted.count(request, 1)
+        assert self._load == recounted
         for request in self._running.values():
             assert request.computed <= request.limit()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +16,10 @@ from epd.errors import EpdError, ErrorKind
 
 def always(key: int) -> bool:
     return True
+
+
+def never(key: int) -> bool:
+    return False
 
 
 def made(budget: int = 100, max_queue: int = 100, decoding: int = 4, ahead: int = 32) -> Batcher:
@@ -220,6 +226,61 @@ def test_a_burst_of_large_files_does_not_keep_others_out() -> None:
     batcher.abort(3)
     batcher.admit(10, client=b"one", file_bytes=25)
     assert batcher.make_room(b"one", 25) == [], "it would have as many then"
+
+
+class Unread(dict[int, Any]):
+    """Nobody goes through it."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError
+
+    values = items = keys = __iter__
+
+
+def test_who_comes_does_not_go_through_the_queue() -> None:
+    """Which may be long when many come: each would pay for all before it."""
+    batcher = Batcher(Limits(100, 100, max_file_bytes=100))
+    batcher.admit(0, file_bytes=25)
+    batcher._waiting = Unread(batcher._waiting)
+    assert batcher.make_room(b"one", 25) == []
+    assert batcher.admit(1, file_bytes=25) == 1
+    batcher.abort(0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["admit", "admit", "abort", "decode", "decoded", "run", "complete"]),
+            st.integers(0, 30),
+        ),
+        max_size=60,
+    )
+)
+def test_the_bytes_that_wait_are_counted_as_they_come_and_go(moves: list[tuple[str, int]]) -> None:
+    """`check_integrity` counts them anew. Files are refused, give way and leave on the way."""
+    batcher = Batcher(Limits(20, 6, decoding=2, ahead=4, max_file_bytes=60))
+    decoding: list[int] = []
+    batch: list[int] = []
+    for key, (move, number) in enumerate(moves):
+        client = bytes([number % 3])
+        if move == "admit":
+            for leaving in batcher.make_room(client, number):
+                batcher.abort(leaving)
+            with suppress(EpdError):
+                batcher.admit(key, client=client, request=f"{number % 2}", file_bytes=number)
+        elif move == "abort":
+            batcher.abort(key - number)
+        elif move == "decode":
+            decoding += batcher.next_pictures()
+        elif move == "decoded" and decoding:
+            batcher.decoded(decoding.pop(number % len(decoding)), 1 + number)
+        elif move == "run":
+            batch = batcher.next_batch(always if number % 4 else never) or batch
+        elif move == "complete":
+            batcher.complete(batch)
+            batch = []
+        batcher.check_integrity()
 
 
 def test_shares_go_by_patches_not_by_pictures() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -212,6 +216,68 @@ def test_no_full_queue_refuses_an_answer_that_has_begun() -> None:
     scheduler.admit(5, 25, client=b"one")
     assert scheduler.reserve(lambda key: 0) == [0, 5, 2, 3]
     scheduler.check_integrity()
+
+
+def room_for(count: int) -> Callable[[int], int | None]:
+    """Memory of so many requests."""
+    left = iter([0] * count)
+
+    def reserve(key: int) -> int | None:
+        return next(left, None)
+
+    return reserve
+
+
+class Unread(dict[int, Any]):
+    """Nobody goes through it."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError
+
+    values = items = keys = __iter__
+
+
+def test_who_comes_does_not_go_through_the_queue() -> None:
+    """Which may be long when many come: each would pay for all before it."""
+    scheduler = Scheduler(10, 10, max_queue=9)
+    scheduler.admit(0, 5)
+    scheduler._waiting = Unread(scheduler._waiting)
+    assert scheduler.make_room(b"one", 5) == []
+    scheduler.admit(1, 5)
+    scheduler.abort(0)
+    assert scheduler.queued_tokens == 5
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["admit", "admit", "resume", "abort", "reserve", "step"]),
+            st.integers(0, 30),
+        ),
+        max_size=60,
+    )
+)
+def test_what_waits_is_counted_as_it_comes_and_goes(moves: list[tuple[str, int]]) -> None:
+    """`check_integrity` counts it anew. Requests are refused, give way and leave on the way."""
+    scheduler = Scheduler(8, 4, max_queue=6, max_queue_tokens=60)
+    for key, (move, number) in enumerate(moves):
+        client = bytes([number % 3])
+        if move == "admit":
+            for leaving in scheduler.make_room(client, number + 1):
+                scheduler.abort(leaving)
+            with suppress(EpdError):
+                scheduler.admit(key, number + 1, client=client)
+        elif move == "resume":
+            scheduler.admit(key, number + 1, client=client, resumed=True)
+        elif move == "abort":
+            scheduler.abort(key - number)
+        elif move == "reserve":
+            scheduler.reserve(room_for(number % 4))
+        else:
+            for chunk in scheduler.next_batch():
+                scheduler.complete(chunk)
+        scheduler.check_integrity()
 
 
 def test_abort_tells_whether_the_running_step_uses_the_blocks() -> None:
