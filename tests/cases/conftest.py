@@ -7,6 +7,8 @@ that no block, lease, stream or process was left, or lost.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -43,11 +45,12 @@ def running(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
     cluster.close()
 
 
-@pytest.fixture(scope="session")
-def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+@contextmanager
+def _crowded(folder: Path, **more: str) -> Iterator[Cluster]:
     """Exact numbers, little memory, slow transfers and steps: what runs waits for what waits,
     on quick machines, too."""
     settings = {
+        **more,
         "model.exact": True,
         "kv.block_tokens": 16,
         "kv.prefill_tokens": 640,
@@ -64,11 +67,27 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     delay = "transfer.delay=0.03"
     faults = {"prefill": delay, "decode": f"{delay},step.hang=0.001"}
     environ = {stage: {"EPD_FAULTS": spec} for stage, spec in faults.items()}
-    folder = tmp_path_factory.mktemp("crowded")
     cluster = Cluster(folder, settings=settings, environ=environ)
     cluster.start()
-    yield cluster
-    cluster.close()
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="session")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with _crowded(tmp_path_factory.mktemp("crowded")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def by_torch(tmp_path: Path) -> Iterator[Cluster]:
+    """The same in single precision, which no kernel of ours computes: there a row's bits are
+    its own by what `epd.models.exact` does, and the slightest difference is seen."""
+    with _crowded(tmp_path, **{"model.dtype": "float32"}) as cluster:
+        yield cluster
+        cluster.assert_clean()
 
 
 @pytest.fixture
