@@ -9,6 +9,7 @@ from typing import Any
 
 from epd.errors import ErrorKind
 from epd.jobs import Stage
+from gateway.ahead import Ahead, settled
 from gateway.branch import Branch, FirstOf
 from gateway.encoding import Encoding
 from gateway.jobs import AttemptJobs
@@ -17,8 +18,6 @@ from gateway.request import PlannedRequest
 from gateway.streams import StageFault, StageStream
 from gateway.together import Together
 from protos.epd.v1 import common_pb2, decode_pb2, prefill_pb2
-
-_SETTLE_S = 1.0
 
 
 class Attempt:
@@ -32,12 +31,14 @@ class Attempt:
         number: int,
         group: Sequence[Progress],
         deadline: float,
+        ahead: Ahead,
     ) -> None:
         self._stages = stages
         self._request = request
         self._group = group
         self._timeline = group[0].timeline
         self._deadline = deadline
+        self._ahead = ahead
         self._beginning = stages.beginning(request)
         self.jobs = AttemptJobs.draw(
             request,
@@ -53,7 +54,7 @@ class Attempt:
         """It has given its token: it computes and reads no more, it only holds blocks."""
         self.released = False
         """Half-closed: nobody reads its blocks any more."""
-        self._encoding = Encoding(stages, self.jobs, group[0], deadline)
+        self._encoding = Encoding(stages, self.jobs, group[0], deadline, ahead)
         self.position_delta = 0
         self.announced: list[prefill_pb2.KvReady] = []
         # They know it weakly: nothing of an attempt may outlive it (see `together`).
@@ -98,6 +99,7 @@ class Attempt:
         stream = self._prefill = self.open(Stage.PREFILL, self._group[0])
         self._encoding.near = stream.worker
         stream.send(self.jobs.prefill())
+        asyncio.get_running_loop().call_soon(self._encoding.expect)
         try:
             while (event := await stream.next()) is not None:
                 await self._on_prefill(stream, event)
@@ -133,6 +135,8 @@ class Attempt:
             if index >= len(self._request.items):
                 raise broken(stream, f"asks for image {index}")
             self.spawn(self._encoding.run(index, self._on_embedding))
+        if not admitted.missing_items and (left := self._ahead.close()):
+            self.spawn(settled(left))
         # The request is accepted, not its choices: one word for all of them.
         if not any(progress.accepted for progress in self._group):
             await self._group[0].accept(admitted.cached_tokens)
@@ -199,7 +203,7 @@ class Attempt:
                 prefill.abort()
             self._encoding.close(clean=fetched)
             streams.append(prefill)
-        await asyncio.gather(*(stream.settle(_SETTLE_S) for stream in streams))
+        await settled(streams)
 
     async def _stopped(self, reader: StageStream, cancel: Any, done: bool) -> bool:
         """Whether no read of this reader is under way any more; asks it to stop first."""
@@ -225,7 +229,8 @@ class Attempt:
         near = None if self._prefill is None else self._prefill.worker
         avoid = progress.avoid[stage]
         worker = self._stages.registry.choose(stage, avoid, near, self._beginning)
-        return self._stages.open(stage, worker, self._deadline, self._request.request_id)
+        opened = self._ahead.take(stage, worker)
+        return opened or self._stages.open(stage, worker, self._deadline, self._request.request_id)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from tokenizers import Tokenizer
 
@@ -89,9 +90,11 @@ class ChatService:
             async with asyncio.timeout_at(deadline.at):
                 visit = await self.door.enter(call.salt)
             timeline.begin("plan")
-            request = await self.plan(call, request_id, hold, deadline)
-            timeline.end("plan")
-            run = self.pipeline.start(request, deadline, timeline)
+            with self.pipeline.ahead(request_id, deadline) as ahead:
+                meanwhile = partial(ahead.open, Stage.PREFILL)
+                request = await self.plan(call, request_id, hold, deadline, meanwhile)
+                timeline.end("plan")
+                run = self.pipeline.start(request, deadline, timeline, ahead)
         except BaseException as error:
             self.inflight -= 1
             if visit is not None:
@@ -127,9 +130,15 @@ class ChatService:
         ]
 
     async def plan(
-        self, call: ChatCall, request_id: str, hold: Hold, deadline: Deadline | None = None
+        self,
+        call: ChatCall,
+        request_id: str,
+        hold: Hold,
+        deadline: Deadline | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> PlannedRequest:
         """What the stages would be asked; none is. Without a `deadline` it is the gateway's.
+        `meanwhile` is done while the prompt is built.
 
         Raises:
             EpdError: the user's fault, or the deadline has passed.
@@ -138,7 +147,7 @@ class ChatService:
         try:
             with call.names.used():
                 async with asyncio.timeout_at(until.at):
-                    return await self.preparer.plan(call, request_id, hold)
+                    return await self.preparer.plan(call, request_id, hold, meanwhile)
         except TimeoutError:
             raise until.passed() from None
 

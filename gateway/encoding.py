@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from epd.errors import ErrorKind
 from epd.jobs import Stage
+from gateway.ahead import Ahead
 from gateway.jobs import AttemptJobs
 from gateway.progress import Progress, Stages, broken
 from gateway.streams import StageFault, StageStream
@@ -27,12 +28,18 @@ class Encoding:
     """Owns the streams to encoders."""
 
     def __init__(
-        self, stages: Stages, jobs: AttemptJobs, progress: Progress, deadline: float
+        self,
+        stages: Stages,
+        jobs: AttemptJobs,
+        progress: Progress,
+        deadline: float,
+        ahead: Ahead,
     ) -> None:
         self._stages = stages
         self._jobs = jobs
         self._progress = progress
         self._deadline = deadline
+        self._ahead = ahead
         self.streams: list[StageStream] = []
         self._leases: dict[int, StageStream] = {}
         """By image: who announced its embedding. Other encoders have nothing to lose."""
@@ -40,6 +47,16 @@ class Encoding:
         self._doubted = False
         self.near: Worker | None = None
         """Where the request is prefilled."""
+
+    def expect(self) -> None:
+        """Open a call ahead if prefill will surely lack an image: one that was never sent to
+        the only encoder."""
+        registry = self._stages.registry
+        encoder = registry.only(Stage.ENCODE) if self._jobs.request.items else None
+        if encoder is not None and not all(
+            registry.knows(item.digest, encoder) for item in self._jobs.request.items
+        ):
+            self._ahead.open(Stage.ENCODE)
 
     async def run(self, index: int, announce: Announce) -> None:
         """Encode one image, tell prefill of it (`announce`), hold its lease until `fetched`.
@@ -122,7 +139,9 @@ class Encoding:
         request = self._jobs.request
         avoid, item = self._progress.avoid[Stage.ENCODE], request.items[index]
         worker = self._stages.registry.choose_encoder(item.digest, item.rows, avoid, self.near)
-        stream = self._stages.open(Stage.ENCODE, worker, self._deadline, request.request_id)
+        stream = self._ahead.take(Stage.ENCODE, worker) or self._stages.open(
+            Stage.ENCODE, worker, self._deadline, request.request_id
+        )
         self.streams.append(stream)
         stream.send(self._jobs.encode(index))
         return stream

@@ -29,13 +29,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from epd.errors import EpdError, ErrorKind, without_frames
 from epd.jobs import Stage
 from epd.rpc.status import internal
 from gateway import disclosure
+from gateway.ahead import Ahead, settled
 from gateway.attempt import Attempt
 from gateway.deadline import Deadline
 from gateway.progress import Progress, Stages
@@ -64,7 +66,24 @@ class Pipeline:
         self._background: set[asyncio.Task[None]] = set()
         self.running = 0
 
-    def start(self, request: PlannedRequest, deadline: Deadline, timeline: Timeline) -> Run:
+    @contextmanager
+    def ahead(self, request_id: str, deadline: Deadline) -> Iterator[Ahead]:
+        """For calls that are opened while a request is planned."""
+        ahead = Ahead(self.stages, deadline.at, request_id)
+        try:
+            yield ahead
+        except BaseException:
+            self.give_up(ahead)
+            raise
+
+    def give_up(self, ahead: Ahead) -> None:
+        """What nobody took of it."""
+        if left := ahead.close():
+            self.spawn(settled(left))
+
+    def start(
+        self, request: PlannedRequest, deadline: Deadline, timeline: Timeline, ahead: Ahead
+    ) -> Run:
         """Begin. The caller must `cancel` it.
 
         Raises:
@@ -75,7 +94,7 @@ class Pipeline:
             needed.append(Stage.DECODE)
         for stage in needed:
             self.stages.registry.choose(stage)
-        return Run(self, request, deadline, timeline)
+        return Run(self, request, deadline, timeline, ahead)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something that outlives the request that began it."""
@@ -97,8 +116,14 @@ class Run:
     """One running request: take its events, then `cancel`."""
 
     def __init__(
-        self, pipeline: Pipeline, request: PlannedRequest, deadline: Deadline, timeline: Timeline
+        self,
+        pipeline: Pipeline,
+        request: PlannedRequest,
+        deadline: Deadline,
+        timeline: Timeline,
+        ahead: Ahead,
     ) -> None:
+        self._ahead = ahead
         self._pipeline = pipeline
         self._request = request
         self._deadline = deadline
@@ -118,6 +143,7 @@ class Run:
     def _on_done(self, _: asyncio.Task[None]) -> None:
         self._pipeline.running -= 1
         self._task = None  # cancelled, it keeps what refers to this run
+        self._pipeline.give_up(self._ahead)
 
     async def next(self) -> Event:
         """The next event; after the last choice's `Ended` there is none.
@@ -215,8 +241,9 @@ class Run:
         """Run one. The fault that ended it; whether decode had pushed it out; whether it
         made any tokens."""
         number = next(self._numbers)
-        deadline = self._deadline.at
-        attempt = Attempt(self._pipeline.stages, self._request, number, group, deadline)
+        attempt = Attempt(
+            self._pipeline.stages, self._request, number, group, self._deadline.at, self._ahead
+        )
         self._attempts.add(attempt)
         failure: StageFault | None = None
         preempted = False

@@ -5,6 +5,7 @@ Everything slow runs off the event loop: images in threads, prompts in `PromptPo
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -48,8 +49,15 @@ class Preparer:
         )
         return min(bound for bound in bounds if bound is not None)
 
-    async def plan(self, call: ChatCall, request_id: str, hold: Hold) -> PlannedRequest:
-        """Fetch, decode, hash, render, tokenise and check. `hold` counts what is fetched.
+    async def plan(
+        self,
+        call: ChatCall,
+        request_id: str,
+        hold: Hold,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> PlannedRequest:
+        """Fetch, decode, hash, render, tokenise and check. `hold` counts what is fetched;
+        `meanwhile` is done while the prompt is built elsewhere.
 
         Raises:
             EpdError: the user's fault, naming the field.
@@ -61,6 +69,8 @@ class Preparer:
         pictures = await self._reader.read(sources, hold, call.salt)
         sizes = [picture.size for picture in pictures]
         context = self.max_context
+        if meanwhile is not None:
+            asyncio.get_running_loop().call_soon(meanwhile)  # when the prompt is asked for
         prompt = await self._prompt(call, sizes, context)
         field = "messages" if call.prompt is None else "prompt"
         sampling = self._sampling(call.generation, prompt, context, field)

@@ -89,6 +89,8 @@ class StageStream:
         self._ended = asyncio.Event()
         self._error: EpdError | None = None
         self.half_closed = False
+        self.spoken = False
+        """It was asked something."""
         self._status: grpc.aio.AioRpcError | None = None
         call.add_done_callback(self._on_status)
         worker.streams.add(self)
@@ -98,6 +100,7 @@ class StageStream:
     def send(self, message: Any) -> None:
         """Queue a message; dropped if the call has ended (`next` tells why)."""
         if not self.half_closed:
+            self.spoken = True
             self._outbox.put_nowait(message)
 
     def finish(self) -> None:
@@ -120,8 +123,12 @@ class StageStream:
             self.abort()
 
     def recall(self) -> None:
-        """The worker leaves: it ends the call with NOT_STARTED if nothing was begun."""
-        self.send(_RECALLS[self.stage])
+        """The worker leaves: it ends the call with NOT_STARTED if nothing was begun. A call
+        that has no job yet (see `ahead`) gets none."""
+        if self.spoken:
+            self.send(_RECALLS[self.stage])
+        else:
+            self.abort()
 
     @property
     def ended(self) -> bool:

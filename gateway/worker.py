@@ -16,6 +16,8 @@ class OpenStream(Protocol):
     """A call to a worker that can be given up, or asked back, from outside."""
 
     stage: Stage
+    spoken: bool
+    """It was asked something."""
 
     def lose(self, error: EpdError) -> None: ...
     def recall(self) -> None: ...

@@ -110,13 +110,14 @@ class Registry:
         self._recall(worker)
 
     def _recall(self, leaving: Worker) -> None:
-        """Ask for all that waits there and that another worker could do. (Pictures of a
+        """Ask for all that waits there and that another worker could do; calls without a job
+        end. (Pictures of a
         process that prefills, too, stay: most are of its own prompts, which end there.)"""
         stages = {stage for stage in leaving.card.stages if self.live(stage)}
         if Stage.PREFILL in leaving.card.stages:
             stages.discard(Stage.ENCODE)
         for stream in leaving.streams:
-            if stream.stage in stages:
+            if stream.stage in stages or not stream.spoken:
                 stream.recall()
 
     def drop(self, worker: Worker, reason: str, lose_calls: bool = True) -> None:
@@ -202,6 +203,15 @@ class Registry:
         for name in reversed(beginning):  # the longest is forgotten first
             self._begun.sent(name, chosen.life)
         return chosen
+
+    def only(self, stage: Stage) -> Worker | None:
+        """The live worker of a stage, if there is no other."""
+        live = self.live(stage)
+        return live[0] if len(live) == 1 else None
+
+    def knows(self, digest: bytes, encoder: Worker) -> bool:
+        """Whether an image was sent to this encoder before."""
+        return self._kept.has(digest, encoder.life)
 
     @property
     def has_choice(self) -> bool:

@@ -35,6 +35,7 @@ class Stream:
     stage: Stage = Stage.DECODE
     errors: list[EpdError] = field(default_factory=list)
     recalls: int = 0
+    spoken: bool = True
 
     def lose(self, error: EpdError) -> None:
         self.errors.append(error)
@@ -148,6 +149,23 @@ def test_what_a_leaving_worker_has_not_begun_is_asked_for_another(
     registry.join(card("a:3", stage))
     assert last.recalls == 1, "now there is"
     assert not waiting.errors + last.errors, "the worker says what it has begun"
+
+
+def test_a_call_without_a_job_never_waits_for_another_worker(registry: Registry) -> None:
+    leaving = registry.join(card())
+    begun, silent = Stream(), Stream(spoken=False)
+    leaving.streams |= {begun, silent}
+    registry.drain(leaving)
+    assert (begun.recalls, silent.recalls) == (0, 1)
+
+
+def test_the_only_worker_is_the_only_live_one(registry: Registry) -> None:
+    assert registry.only(Stage.DECODE) is None
+    one, other = (registry.join(card(a)) for a in ("a:1", "a:2"))
+    assert registry.only(Stage.DECODE) is None
+    registry.drain(one)
+    assert registry.only(Stage.DECODE) is other
+    assert registry.only(Stage.PREFILL) is None
 
 
 def test_operators_see_how_long_a_leaving_worker_has_left(registry: Registry, clock: Clock) -> None:
