@@ -107,7 +107,8 @@ class TypedErrors(HandlerInterceptor):
     """Turns whatever a servicer of ours raises into a status, counts and logs it.
 
     The one place where exceptions become statuses. A cancelled stream stays
-    cancelled. A status that the peer doesn't take ends the stream without one.
+    cancelled; one that never had a job is nobody's request and isn't counted. A
+    status that the peer doesn't take ends the stream without one.
     """
 
     def __init__(self, stage: str, count_streams: bool = True) -> None:
@@ -147,7 +148,9 @@ class TypedErrors(HandlerInterceptor):
             without_frames(error)
             await self._abort(internal(request_id()), context)
         finally:
-            if self._count_streams:
+            # A gateway may open a call ahead of a job, and then have none for it.
+            asked = outcome != "cancelled" or bool(request_id())
+            if self._count_streams and asked:
                 metrics.REQUESTS.labels(self._stage, outcome).inc()
             logger.info(
                 "stream ended",

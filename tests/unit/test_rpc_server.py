@@ -21,7 +21,7 @@ from epd.rpc.channels import dial
 from epd.rpc.server import Server, TypedErrors
 from epd.rpc.status import from_rpc_error
 from epd.runtime.mailbox import Mailbox
-from epd.runtime.streams import Streams, deadline, next_message, receiving
+from epd.runtime.streams import Streams, deadline, first_job, next_message, receiving
 from protos.epd.v1 import decode_pb2, decode_pb2_grpc
 from tests.readings import reading
 from tests.uncollected import uncollected
@@ -267,3 +267,27 @@ async def test_a_leaving_worker_refuses_new_streams_and_ends_old_ones() -> None:
     assert [error.kind for error in errors] == [ErrorKind.STAGE_UNAVAILABLE]
     await asyncio.wait_for(streams.finished(), LIMIT_S)
     assert len(streams) == 0
+
+
+@pytest.mark.parametrize("job", [False, True])
+async def test_a_call_that_is_given_up_before_its_job_is_no_request(job: bool) -> None:
+    begun = asyncio.Event()
+
+    async def behave(context: Any) -> None:
+        if not job:
+            begun.set()
+        await first_job(context)
+        begun.set()
+        await asyncio.Event().wait()
+
+    before = count("cancelled")
+    async with serving(behave) as (_, channel):
+        call = decode_pb2_grpc.DecodeStub(channel).Run(timeout=LIMIT_S)
+        if job:
+            asked = decode_pb2.DecodeRequest(job=decode_pb2.DecodeJob(request_id="r"))
+            await call.write(asked)
+        await begun.wait()
+        call.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await call.code()
+    assert count("cancelled") - before == job
