@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from gateway.prompts import PromptPool
 from gateway.streams import Connections
@@ -161,3 +162,35 @@ async def test_a_prefill_that_goes_meanwhile_gets_no_job(
     building.go.set()
     assert (await asked).status == 200
     assert next(step for step in house.journal if step.endswith(": job")) == "another: job"
+
+
+async def test_a_call_that_broke_meanwhile_is_opened_anew(
+    house: House, opened: list[Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    building = Building(monkeypatch)
+    prefill = of(house, Stage.PREFILL)
+    asked = asyncio.create_task(house.chat())
+    await until(lambda: bool(prefill.calls))
+    (call,) = prefill.calls
+    call.context.cancel()
+    (worker,) = house.gateway.registry.live(Stage.PREFILL)
+    await until(lambda: not worker.streams)
+    building.go.set()
+    assert (await asked).status == 200
+    assert opened == [Stage.PREFILL, Stage.PREFILL, Stage.DECODE]
+
+
+async def test_a_prompt_that_prefill_refuses_leaves_no_call_to_an_encoder(house: House) -> None:
+    look = asyncio.Event()
+
+    async def refuse(call: Call) -> None:
+        await look.wait()
+        raise EpdError(ErrorKind.INVALID_REQUEST, "scripted")
+
+    house.script.hooks["prefill.job"] = refuse
+    asked = asyncio.create_task(house.chat(images=1))
+    await until(lambda: bool(of(house, Stage.ENCODE).calls))
+    look.set()
+    assert (await asked).status != 200
+    await house.settled()
+    assert house.script.jobs_of(Stage.ENCODE) == []
