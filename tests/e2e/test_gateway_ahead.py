@@ -11,6 +11,7 @@ from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from gateway.prompts import PromptPool
 from gateway.streams import Connections
+from protos.epd.v1.prefill_pb2 import PrefillRequest
 from tests.e2e.fake_stages import Call, Fake
 from tests.e2e.gateway_house import CHAT, House, raw
 from tests.e2e.http_client import Connection, post
@@ -172,7 +173,7 @@ async def test_a_call_that_broke_meanwhile_is_opened_anew(
     asked = asyncio.create_task(house.chat())
     await until(lambda: bool(prefill.calls))
     (call,) = prefill.calls
-    call.context.cancel()
+    call.jobs.put_nowait(PrefillRequest())  # it takes nothing but a job
     (worker,) = house.gateway.registry.live(Stage.PREFILL)
     await until(lambda: not worker.streams)
     building.go.set()
