@@ -1,7 +1,8 @@
 """What overlap inside one request brings, and what is not done twice.
 
     python -m bench.overlap CHECKPOINT [--rounds 7] [--images 4] [--sides 448]
-                            [--set key=value ...] [--json FILE] [--markdown FILE]
+                            [--only "words,"] [--no-caches] [--set key=value ...]
+                            [--json FILE] [--markdown FILE]
 
 Two services, one with `prefill.overlap=false`; in each, encode has one core, everything else
 another one, one thread a stage. Both are asked the same kinds of request in turn, round by
@@ -13,6 +14,8 @@ picture's part when it was encoded and what is before it is computed. The last p
 can't be computed before all encoding is over, so max(E, P) is out of reach where the two are
 of about one length (docs/adr/0008-overlap-bound.md). How much longer E is depends on the
 checkpoint's tower, and on the pictures' size: `--sides 448,896` asks for others as well.
+`--only` leaves the kinds of request whose names begin so, `--no-caches` leaves out what is not
+done twice: large checkpoints take minutes a round.
 *encoding beside prefill* is what two cores that share a memory cost each other.
 """
 
@@ -38,8 +41,10 @@ from epd.bench.record import Record
 _ENCODED = 'epd_images_total{stage="encode"}'
 
 
-async def measure(services: Mapping[str, Service], cases: Sequence[Case], rounds: int) -> Found:
-    """All cases in both arms, then the caches of the arm with overlap, `rounds` times."""
+async def measure(
+    services: Mapping[str, Service], cases: Sequence[Case], rounds: int, caches: bool = True
+) -> Found:
+    """All cases in both arms, then the `caches` of the arm with overlap, `rounds` times."""
     found = Found()
     async with open_session(600.0) as http:
         askers = {}
@@ -56,7 +61,8 @@ async def measure(services: Mapping[str, Service], cases: Sequence[Case], rounds
                     if number:
                         found.cases[case.name, arm].append(record)
                     print(f"{number:>3} {case.name}, {arm}: {record.ttft:.2f} s", flush=True)
-            await _caches(found, askers["on"], services["on"], cases[0], keep=number > 0)
+            if caches:
+                await _caches(found, askers["on"], services["on"], cases[0], keep=number > 0)
         found.client_cores = (time.process_time() - cpu) / (time.monotonic() - wall)
     return found
 
@@ -131,16 +137,20 @@ def both(checkpoint: Path, settings: Sequence[str]) -> Iterator[dict[str, Servic
         yield services
 
 
-def cases_of(images: int, sides: Sequence[int], before: int) -> list[Case]:
-    """All orders of pictures and words with the first size, one order with the others."""
+def cases_of(
+    images: int, sides: Sequence[int], before: int, only: Sequence[str] = ("",)
+) -> list[Case]:
+    """All orders of pictures and words with the first size, one order with the others; of
+    these, those whose names begin as `only` says."""
     first, *others = sides
     name = f"{images} pictures of {first} x {first}"
-    return [
+    cases = [
         Case(f"{name}, then words", images, first, 0, 40),
         Case(f"words, {name}", images, first, 40, 0),
         Case(f"many words, {name}", images, first, before, 0),
         *(Case(f"words, {images} of {side} x {side}", images, side, 40, 0) for side in others),
     ]
+    return [case for case in cases if case.name.startswith(tuple(only))]
 
 
 def main() -> None:
@@ -151,15 +161,19 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=4)
     parser.add_argument("--sides", type=whole_numbers, default="448", help="of the pictures")
     parser.add_argument("--before", type=int, default=700, help="tokens of the many words")
+    parser.add_argument("--only", action="append", metavar="BEGINNING", help="of a request's name")
+    parser.add_argument("--no-caches", action="store_true")
     parser.add_argument("--set", dest="settings", action="append", default=[])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     given = parser.parse_args()
     # One picture is one chunk: nobody else is held up here, and large chunks are cheaper.
     settings = ["prefill.step_ms=1000", *given.settings]
-    cases = cases_of(given.images, given.sides, given.before)
+    cases = cases_of(given.images, given.sides, given.before, given.only or ("",))
+    if not cases:
+        parser.error(f"--only {given.only}: no request's name begins so")
     with both(given.checkpoint, settings) as services:
-        found = asyncio.run(measure(services, cases, given.rounds))
+        found = asyncio.run(measure(services, cases, given.rounds, not given.no_caches))
     told = f"{given.rounds} rounds, {', '.join([*pinned(), *settings])}; "
     work = model_of(given.checkpoint, cases[0].side).prefill_flops
     told += f"client: {found.client_cores:.2f} cores\n\n{tables(found, cases, work)}\n"

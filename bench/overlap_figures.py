@@ -138,7 +138,10 @@ def tables(found: Found, cases: Sequence[Case], work: Work) -> str:
             f"**{f['of_bound']:.3f}**", f"{f['least']:.3f}", f"{f['least_of_bound']:.3f}",
             f"{f['encode_slowed']:.3f}",
         ])  # fmt: skip
-    return "\n\n".join([markdown(_HEAD, rows), _cache_table(found)])
+    told = [markdown(_HEAD, rows)]
+    if found.caches:
+        told.append(_cache_table(found))
+    return "\n\n".join(told)
 
 
 _COMPARED = {

@@ -107,3 +107,14 @@ def test_further_sizes_are_asked_in_one_order() -> None:
         (672, 40, 0), (896, 40, 0),
     ]  # fmt: skip
     assert len({case.name for case in cases}) == 5
+
+
+def test_some_of_them_can_be_left_out() -> None:
+    names = [case.name for case in cases_of(4, [448, 672], 700, ["words,"])]
+    assert names == ["words, 4 pictures of 448 x 448", "words, 4 of 672 x 672"]
+    assert cases_of(4, [448], 700, ["nothing"]) == []
+
+
+def test_without_caches_there_is_no_table_of_them(found: Found) -> None:
+    found.caches.clear()
+    assert "same picture" not in tables(found, [CASE], each)
