@@ -31,6 +31,7 @@ class Ahead:
         self._request_id = request_id
         self._open: dict[Stage, StageStream] = {}
         self._too_late: set[Stage] = set()
+        self._given_up: list[StageStream] = []
 
     def open(self, stage: Stage) -> None:
         """Open a call, if there is but one worker that it could go to, and none was wanted
@@ -42,20 +43,26 @@ class Ahead:
         self._open[stage] = self._stages.open(stage, worker, self._deadline, self._request_id)
 
     def take(self, stage: Stage, worker: Worker) -> StageStream | None:
-        """The call to this worker, if one was opened and is still good; the caller's now."""
+        """The call to this worker, if one was opened and is still good; the caller's now.
+        One that is not is given up: the request may take long, and nobody comes for it."""
         self._too_late.add(stage)
-        stream = self._open.get(stage)
-        if stream is None or stream.worker is not worker or stream.ended or worker.draining:
+        stream = self._open.pop(stage, None)
+        if stream is None:
             return None
-        return self._open.pop(stage)
+        over = stream.ended or stream.lost or worker.draining
+        if stream.worker is worker and not over:
+            return stream
+        stream.abort()
+        self._given_up.append(stream)
+        return None
 
     def close(self) -> list[StageStream]:
-        """Give up those that nobody took, which the caller has to `settle`."""
+        """Give up those that nobody took. The caller has to `settle` all that were."""
         self._too_late.update(Stage)
-        left = list(self._open.values())
-        self._open.clear()
-        for stream in left:
+        left, self._given_up = [*self._given_up, *self._open.values()], []
+        for stream in self._open.values():
             stream.abort()
+        self._open.clear()
         return left
 
 

@@ -111,8 +111,8 @@ class Registry:
 
     def _recall(self, leaving: Worker) -> None:
         """Ask for all that waits there and that another worker could do; calls without a job
-        end. (Pictures of a
-        process that prefills, too, stay: most are of its own prompts, which end there.)"""
+        end. (Pictures of a process that prefills, too, stay: most are of its own prompts, which
+        end there.)"""
         stages = {stage for stage in leaving.card.stages if self.live(stage)}
         if Stage.PREFILL in leaving.card.stages:
             stages.discard(Stage.ENCODE)

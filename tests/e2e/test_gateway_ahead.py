@@ -12,7 +12,7 @@ from epd.jobs import Stage
 from gateway.prompts import PromptPool
 from gateway.streams import Connections
 from protos.epd.v1.prefill_pb2 import PrefillRequest
-from tests.e2e.fake_stages import Call, Fake
+from tests.e2e.fake_stages import Call, Fake, hang
 from tests.e2e.gateway_house import CHAT, House, raw
 from tests.e2e.http_client import Connection, post
 from tests.waiting import a_moment, until
@@ -163,6 +163,25 @@ async def test_a_prefill_that_goes_meanwhile_gets_no_job(
     building.go.set()
     assert (await asked).status == 200
     assert next(step for step in house.journal if step.endswith(": job")) == "another: job"
+
+
+async def test_a_prefill_that_joins_meanwhile_and_is_chosen_leaves_no_call_to_the_first(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for as long as the answer takes."""
+    building = Building(monkeypatch)
+    house.script.hooks["decode.token"] = hang
+    first = of(house, Stage.PREFILL)
+    connection = await Connection.send(house.http, "POST", CHAT, raw(stream=True, images=1))
+    await until(lambda: bool(first.calls))
+    await house.add(Stage.PREFILL, "another")  # and has less to do
+    building.go.set()
+    await until(lambda: bool(of(house, Stage.DECODE).calls))
+    assert "another: job" in house.journal
+    await until(lambda: not first.calls)
+    assert house.gateway.service.inflight == 1
+    connection.close()
+    await house.settled()
 
 
 async def test_a_call_that_broke_meanwhile_is_opened_anew(

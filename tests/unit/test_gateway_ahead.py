@@ -20,7 +20,7 @@ class Stages:
         self.opened: list[Any] = []
 
     def open(self, stage: Stage, worker: Any, deadline: float, request_id: str) -> Any:
-        stream = SimpleNamespace(worker=worker, ended=False, aborted=0)
+        stream = SimpleNamespace(worker=worker, ended=False, lost=False, aborted=0)
         stream.abort = lambda: setattr(stream, "aborted", stream.aborted + 1)
         self.opened.append(stream)
         return stream
@@ -47,8 +47,9 @@ def test_a_call_is_taken_once_and_is_not_given_up_then(stages: Stages) -> None:
     assert taken.aborted == 0
 
 
-@pytest.mark.parametrize("how", ["another", "draining", "ended"])
-def test_one_that_is_not_good_any_more_is_given_up(stages: Stages, how: str) -> None:
+@pytest.mark.parametrize("how", ["another", "draining", "ended", "lost"])
+def test_one_that_is_not_good_any_more_is_given_up_at_once(stages: Stages, how: str) -> None:
+    """Its request may take long, and nobody will come for it."""
     ahead = ahead_of(stages)
     ahead.open(Stage.PREFILL)
     (stream,) = stages.opened
@@ -58,9 +59,12 @@ def test_one_that_is_not_good_any_more_is_given_up(stages: Stages, how: str) -> 
     elif how == "draining":
         worker.draining = True
     else:
-        stream.ended = True
+        setattr(stream, how, True)
     assert ahead.take(Stage.PREFILL, worker) is None
+    assert stream.aborted == 1
+    assert ahead.take(Stage.PREFILL, stages.worker) is None
     assert ahead.close() == [stream]
+    assert ahead.close() == []
     assert stream.aborted == 1
 
 
