@@ -233,9 +233,9 @@ class Answer:
         self._open = False
         self._run.cancel(reason)
         self._hold.release()
-        self._visit.end(
-            given_up=self.reason is None and self._fault is None, answered=self.reason is not None
-        )
+        # By its own deadline, too: it leaves then, whichever clock is the first to see it.
+        left = self._fault is None or outcome_of(self._fault) == "cancelled"
+        self._visit.end(given_up=self.reason is None and left, answered=self.reason is not None)
         self._place_is_free()
         for phase in self.timeline.phases:
             name = phase.name.partition("[")[0]

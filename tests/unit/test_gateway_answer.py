@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from epd.errors import EpdError, ErrorKind
 from epd.jobs import FinishReason, SampledToken, SamplingParams
 from epd.text.output import OutputText
 from epd.text.vocabulary import Vocabulary
@@ -49,25 +52,43 @@ class LaggingRun:
         pass
 
 
-async def parts_of(events: list[Event], choices: int) -> list[Part]:
+class FailedRun:
+    """One that ended with a fault before it was accepted."""
+
+    def __init__(self, fault: EpdError) -> None:
+        self.fault = fault
+
+    async def next(self) -> Event:
+        raise self.fault
+
+    def cancel(self, reason: str) -> None:
+        pass
+
+
+def answer_of(run: LaggingRun | FailedRun, choices: int, visit: Any) -> Answer:
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate("abcdef")}, "a"))
     tokenizer.decoder = decoders.Fuse()
     texts = [OutputText(tokenizer, Vocabulary(tokenizer), (), ()) for _ in range(choices)]
     request = PlannedRequest("test", (1, 2), (), (), SamplingParams(), choices)
     call = SimpleNamespace(tools=(), stream=True)
     hold = SimpleNamespace(release=lambda: None)
-    visit = await Door(held_s=1.0).enter(b"")
     untyped: Any = Answer
-    answer = untyped(
+    answer: Answer = untyped(
         call,
         request,
-        LaggingRun(events),
+        run,
         texts,
         timeline=Timeline(),
         hold=hold,
         visit=visit,
         let_go=lambda: None,
     )
+    return answer
+
+
+async def parts_of(events: list[Event], choices: int) -> list[Part]:
+    visit = await Door(held_s=1.0).enter(b"")
+    answer = answer_of(LaggingRun(events), choices, visit)
     return [part async for part in answer.parts()]
 
 
@@ -86,3 +107,23 @@ async def test_choices_that_wait_together_stay_apart() -> None:
     said = [(part.choice, part.piece.text) for part in parts if part.piece]
     assert said == [(0, "bc"), (1, "ef"), (0, "d")]
     assert [part.choice for part in parts if part.reason] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "given_up"),
+    [
+        (EpdError(ErrorKind.DEADLINE_EXCEEDED, "its own", by_client=True), True),
+        (EpdError(ErrorKind.DEADLINE_EXCEEDED, "the gateway's"), False),
+        (EpdError(ErrorKind.STAGE_UNAVAILABLE, "ours"), False),
+    ],
+)
+async def test_a_client_whose_own_deadline_passes_has_given_up(
+    fault: EpdError, given_up: bool
+) -> None:
+    """As far as the door is concerned: else little time would be a way past it."""
+    visit = Mock()
+    answer = answer_of(FailedRun(fault), 1, visit)
+    with pytest.raises(EpdError):
+        await answer.accepted()
+    answer.cancel()
+    visit.end.assert_called_once_with(given_up=given_up, answered=False)
