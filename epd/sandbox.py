@@ -208,9 +208,11 @@ class _Worker:
         except (OSError, EOFError) as error:
             self.kill()
             # A worker that the kernel stopped for its CPU time looks like one that crashed.
-            timed_out = isinstance(error, TimeoutError) or time.monotonic() - started >= cpu_s
-            # What takes too long is what a client sent.
-            level = logging.INFO if timed_out else logging.WARNING
+            waited = isinstance(error, TimeoutError)
+            timed_out = waited or time.monotonic() - started >= cpu_s
+            # What computes too long is what a client sent; what waits too long, a full machine's
+            # doing.
+            level = logging.INFO if timed_out and not waited else logging.WARNING
             _log.log(level, "a sandbox worker died", extra={"timed_out": timed_out})
             raise WorkerDied(timed_out) from error
 

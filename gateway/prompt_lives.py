@@ -227,10 +227,13 @@ class _Life(asyncio.Protocol):
     async def _bury(self, left: deque[_Asked]) -> None:
         """How it ended is known when it is reaped; the first of `left` was the cause."""
         code = await asyncio.to_thread(self._process.wait)
-        late = self._late or code == -signal.SIGXCPU
+        computed = code == -signal.SIGXCPU
+        late = self._late or computed
         if not self._unwanted:
-            # What takes too long is what a client sent.
-            level, how = (logging.INFO, "took too long") if late else (logging.ERROR, "died")
+            # What computes too long is what a client sent; what waits too long, a disk's or a
+            # full machine's doing.
+            level = logging.INFO if computed else logging.WARNING if late else logging.ERROR
+            how = "took too long" if late else "died"
             _log.log(level, "a prompt process %s: the next request starts another", how)
         for asked in left:
             asked.over()

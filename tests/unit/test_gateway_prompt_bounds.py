@@ -66,14 +66,16 @@ async def test_a_prompt_that_takes_too_much_memory_is_refused(pool: PromptPool) 
 
 
 async def test_a_process_that_waits_for_ever_is_ended(
-    pool: PromptPool, monkeypatch: pytest.MonkeyPatch
+    pool: PromptPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     with monkeypatch.context() as patch:
         patch.setattr("gateway.prompt_lives._PATIENCE", 1)
         await pool.build(said("a"), (), 999)  # from its reply on it is so patient
         child().suspend()
         with pytest.raises(EpdError, match="more than 1 s"):
             await asyncio.wait_for(pool.build(said("a"), (), 999), 30)
+    assert levels(caplog) == ["WARNING"], "no client can make it wait"
     assert isinstance(await pool.build(said("a"), (), 999), PromptPlan)
 
 
