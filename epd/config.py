@@ -300,6 +300,9 @@ class GatewayConfig(_ProcessSection):
     hold_s: float = Field(5.0, ge=0)
     """How long a request of a key that gives up most of its requests waits at most, while
     other keys' run, before anything is done for it; 0: never."""
+    recover_s: float = Field(10.0, ge=0)
+    """How long an answer that its client has a part of waits for a worker when the last one of
+    a stage is gone."""
     cors_origins: tuple[str, ...] = ()
     """Web pages' origins whose scripts may call; none: no page may."""
     tls_cert: str = ""

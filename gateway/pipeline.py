@@ -55,7 +55,7 @@ _MOST_TOGETHER = 2048
 """Tokens, with the alternatives to each, that are given to a client at once: all that waits
 may be larger than any message may be, and encoding it would hold up everybody else."""
 _RETRY_WAIT_S = 1.0
-"""How long a retry waits for a worker: two heartbeats, by default."""
+"""How long a retry waits for a worker, if its client has nothing yet and can ask again."""
 
 
 class Pipeline:
@@ -286,13 +286,17 @@ class Run:
         _log.warning("trying again after failure %d: %s", failures, fault, extra=extra)
 
     async def _recover(self) -> None:
-        """Wait a little for workers: one that restarts is back within a second or two."""
+        """Wait a little for workers: one that restarts is back within a second or two. A client
+        that has a part of its answer can't ask for the rest, so that waits for longer."""
         needed = {Stage.PREFILL}
         if self._request.items:
             needed.add(Stage.ENCODE)
         if self._request.sampling.max_tokens > 1:
             needed.add(Stage.DECODE)
-        await self._pipeline.stages.registry.until_live(needed, _RETRY_WAIT_S)
+        stages = self._pipeline.stages
+        begun = any(progress.output for progress in self._progresses)
+        wait_s = max(_RETRY_WAIT_S, stages.config.gateway.recover_s) if begun else _RETRY_WAIT_S
+        await stages.registry.until_live(needed, wait_s)
 
 
 def _damaged(fault: StageFault | None) -> bool:

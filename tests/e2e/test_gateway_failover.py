@@ -11,9 +11,10 @@ import pytest
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import Stage
 from gateway import pipeline
+from gateway.checkpoint import Loaded
 from protos.epd.v1 import common_pb2
 from tests.e2e.fake_stages import Call, fail, hang
-from tests.e2e.gateway_house import House, text_of
+from tests.e2e.gateway_house import House, opened, text_of
 from tests.waiting import LIMIT_S, until
 
 
@@ -261,3 +262,44 @@ async def test_a_worker_back_within_a_second_saves_the_request(
     house.script.hooks["prefill.job"] = restart
     assert (await house.chat()).status == 200
     await restarts[0]
+
+
+async def test_a_begun_answer_waits_longer_for_a_worker_than_one_without_output(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client can't ask for the rest."""
+    monkeypatch.setattr(pipeline, "_RETRY_WAIT_S", 0.01)
+    decode = next(fake for fake in house.fakes if fake.stage is Stage.DECODE)
+    gone = asyncio.Event()
+
+    async def die(call: Call) -> None:
+        if call.worker is decode and call.token == 4:
+            gone.set()
+            await decode.stop()
+            await hang(call)
+
+    house.script.hooks["decode.token"] = die
+    asked = asyncio.create_task(house.stream())
+    await gone.wait()
+    await until(lambda: not house.gateway.registry.live(Stage.DECODE))
+    assert (await house.chat()).status == 503, "this one has nothing yet"
+    assert not asked.done()
+    await house.add(Stage.DECODE, "decode-again")
+    events = await asked
+    assert events[-1] == "[DONE]"
+    assert events[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_how_long_a_begun_answer_waits_is_bounded(loaded: Loaded) -> None:
+    async with opened(loaded, recover_s=0.0) as house:
+        decode = next(fake for fake in house.fakes if fake.stage is Stage.DECODE)
+
+        async def die(call: Call) -> None:
+            if call.token == 4:
+                await decode.stop()
+                await hang(call)
+
+        house.script.hooks["decode.token"] = die
+        events = await house.stream()
+        assert events[-2]["error"]["code"] == "stage_unavailable"
+        assert events[-1] == "[DONE]"
