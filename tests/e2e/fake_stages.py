@@ -241,7 +241,8 @@ class Fake:
                 steps.cancel()
                 await self._terminal(call)
         except asyncio.CancelledError:
-            self.note("cut")
+            if call.job is not None:  # else it was opened ahead, for a job that never came
+                self.note("cut")
             raise
         finally:
             for task in tasks:
