@@ -287,15 +287,16 @@ class Run:
 
     async def _recover(self) -> None:
         """Wait a little for workers: one that restarts is back within a second or two. A client
-        that has a part of its answer can't ask for the rest, so that waits for longer."""
+        that has a part of its answer can't ask for the rest, so that waits for longer; one that
+        has none of it is told soon that a stage is gone."""
         needed = {Stage.PREFILL}
         if self._request.items:
             needed.add(Stage.ENCODE)
         if self._request.sampling.max_tokens > 1:
             needed.add(Stage.DECODE)
         stages = self._pipeline.stages
-        begun = any(progress.output for progress in self._progresses)
-        wait_s = max(_RETRY_WAIT_S, stages.config.gateway.recover_s) if begun else _RETRY_WAIT_S
+        sent = self._request.streamed and any(progress.output for progress in self._progresses)
+        wait_s = max(_RETRY_WAIT_S, stages.config.gateway.recover_s) if sent else _RETRY_WAIT_S
         await stages.registry.until_live(needed, wait_s)
 
 

@@ -87,6 +87,7 @@ class Preparer:
             grammar_param=constraint.param if constraint else None,
             sampling=sampling,
             choices=call.generation.choices,
+            streamed=call.stream,
             salt=call.salt,
             arrival_ms=arrival_ms,
         )

@@ -20,6 +20,8 @@ class PlannedRequest:
     sampling: SamplingParams
     choices: int = 1
     """Outputs of this prompt; `sampling` is that of choice 0."""
+    streamed: bool = False
+    """The client gets the output as it comes."""
     image_params: tuple[str, ...] = ()
     """Where the client wrote each image, for errors that only decoding finds."""
     prompt_param: str = "messages"

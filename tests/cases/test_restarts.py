@@ -40,7 +40,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     environ = {"decode": {"EPD_FAULTS": f"transfer.delay={DELAY_S}"}}
     folder = tmp_path_factory.mktemp("mortal")
     cluster = Cluster(folder, settings=SETTINGS, environ=environ)
@@ -56,6 +56,12 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster.start()
     yield cluster
     cluster.close()
+
+
+@pytest.fixture
+def mortal(running: Cluster) -> Cluster:
+    running.make_whole()
+    return running
 
 
 @pytest.fixture(autouse=True)

@@ -178,6 +178,14 @@ class Cluster:
         self.until_serving()
         return worker
 
+    def make_whole(self) -> None:
+        """For tests that share a service which they hurt: one that failed may have left it so."""
+        for member in self.members:
+            if not member.alive:
+                member.launch()
+                member.until_ready()
+        self.until_serving()
+
     @contextmanager
     def paused(self, role: str, index: int = 0) -> Iterator[Worker]:
         """A process that is stopped (SIGSTOP): its connections live, it answers nothing."""

@@ -32,6 +32,7 @@ def running(make_cluster: MakeCluster, nodes: Mapping[str, Node]) -> Cluster:
 @pytest.fixture
 def spread(running: Cluster) -> Iterator[Cluster]:
     """The service; each test leaves it whole, clean, and with the processes it had."""
+    running.make_whole()
     pids = running.pids
     yield running
     assert running.pids == pids

@@ -15,9 +15,15 @@ from tests.waiting import promised
 
 
 @pytest.fixture(scope="module")
-def mortal(make_cluster: MakeCluster) -> Cluster:
-    """A service that tests may hurt; they leave it whole again."""
+def running(make_cluster: MakeCluster) -> Cluster:
     return make_cluster()
+
+
+@pytest.fixture
+def mortal(running: Cluster) -> Cluster:
+    """A service that tests may hurt; they leave it whole again."""
+    running.make_whole()
+    return running
 
 
 def _ask(cluster: Cluster, model: str, shade: int, timeout_s: float = 30.0) -> Reply:

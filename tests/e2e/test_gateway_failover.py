@@ -15,7 +15,7 @@ from gateway.checkpoint import Loaded
 from protos.epd.v1 import common_pb2
 from tests.e2e.fake_stages import Call, fail, hang
 from tests.e2e.gateway_house import House, opened, text_of
-from tests.waiting import LIMIT_S, until
+from tests.waiting import LIMIT_S, soon, until
 
 
 def dies_once() -> Callable[[Call], Awaitable[None]]:
@@ -288,6 +288,25 @@ async def test_a_begun_answer_waits_longer_for_a_worker_than_one_without_output(
     events = await asked
     assert events[-1] == "[DONE]"
     assert events[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_an_answer_that_is_sent_whole_does_not_wait_longer_for_its_tokens(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client has nothing yet, and can ask again."""
+    monkeypatch.setattr(pipeline, "_RETRY_WAIT_S", 0.01)
+    decode = next(fake for fake in house.fakes if fake.stage is Stage.DECODE)
+
+    async def die(call: Call) -> None:
+        if call.token == 4:
+            await decode.stop()
+            await hang(call)
+
+    house.script.hooks["decode.token"] = die
+    with soon(5.0, "a worker, for as long as `gateway.recover_s` says (10 s)"):
+        reply = await house.chat()
+    assert reply.status == 503
+    assert reply.json()["error"]["code"] == "stage_unavailable"
 
 
 async def test_how_long_a_begun_answer_waits_is_bounded(loaded: Loaded) -> None:
