@@ -40,7 +40,7 @@ class NotBegun(Exception):
 
 
 class TooLong(Exception):
-    """The process was ended because this request took too long."""
+    """The process was ended because this request took too long; not because loading did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class PromptProcess:
         """Its reply. `over` is called once, when the process has nothing more to do with it.
 
         Raises:
-            EpdError: STAGE_UNAVAILABLE, it died of it or can't be started.
+            EpdError: STAGE_UNAVAILABLE, it died of it, can't be started or doesn't get loaded.
             TooLong: it took more than its time.
             NotBegun: it died before it came to this.
         """
@@ -126,6 +126,7 @@ class _Life(asyncio.Protocol):
         """When it began with the first of `asked`."""
         self._patience = LOAD_S
         """Wall time for the first of `asked`."""
+        self._has_answered = False
         self._late = False
         self._unwanted = False
         """It is ended: no matter how."""
@@ -165,9 +166,10 @@ class _Life(asyncio.Protocol):
 
     def _loaded(self) -> None:
         """It has answered, so that from now on requests take what they take themselves."""
-        if self._patience == (usual := _PATIENCE * self._cpu_s):
+        if self._has_answered:
             return
-        self._patience = usual
+        self._has_answered = True
+        self._patience = _PATIENCE * self._cpu_s
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
@@ -229,19 +231,19 @@ class _Life(asyncio.Protocol):
         code = await asyncio.to_thread(self._process.wait)
         computed = code == -signal.SIGXCPU
         late = self._late or computed
+        # Loading has no bound of CPU time: what computes too long is a prompt, the first, too.
+        hung = late and not computed and not self._has_answered
         if not self._unwanted:
             # What computes too long is what a client sent; what waits too long, a disk's or a
             # full machine's doing.
             level = logging.INFO if computed else logging.WARNING if late else logging.ERROR
-            how = "took too long" if late else "died"
+            how = "took too long to load" if hung else "took too long" if late else "died"
             _log.log(level, "a prompt process %s: the next request starts another", how)
         for asked in left:
             asked.over()
             if not asked.reply.done():
-                first = asked is left[0]
-                asked.reply.set_exception(
-                    NotBegun() if not first else TooLong() if late else _died()
-                )
+                cause = _not_loaded() if hung else TooLong() if late else _died()
+                asked.reply.set_exception(cause if asked is left[0] else NotBegun())
 
 
 def _launch(model: ModelConfig, bounds: wire.Bounds, fd: int) -> _Child:
@@ -265,4 +267,10 @@ def _launch(model: ModelConfig, bounds: wire.Bounds, fd: int) -> _Child:
 
 def _died() -> EpdError:
     reason = "a process that prepares prompts died; try again"
+    return EpdError(ErrorKind.STAGE_UNAVAILABLE, reason, retry_after_s=1.0)
+
+
+def _not_loaded() -> EpdError:
+    """The first request's prompt was not even looked at."""
+    reason = f"loading the tokenizer and processor took more than {LOAD_S:g} s"
     return EpdError(ErrorKind.STAGE_UNAVAILABLE, reason, retry_after_s=1.0)

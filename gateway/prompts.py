@@ -23,7 +23,7 @@ from epd.text.prompt import PromptBuilder, PromptPlan
 from epd.turns import Turns
 from gateway import prompt_process as wire
 from gateway.checkpoint import Facts
-from gateway.prompt_lives import LOAD_S, NotBegun, PromptProcess, TooLong
+from gateway.prompt_lives import NotBegun, PromptProcess, TooLong
 
 _AT_HAND = 2
 """Requests that a process has: one that it works on, one that it finds when that is done."""
@@ -64,14 +64,14 @@ class PromptPool:
         """Load the checkpoint in every process; says what they found.
 
         Raises:
-            EpdError: the checkpoint can't be used, or a process died of it; STAGE_UNAVAILABLE,
+            EpdError: the checkpoint can't be used; STAGE_UNAVAILABLE, a process died of it, or
                 it takes too long.
         """
         asked = [process.ask(wire.FACTS_REQUEST, _nothing) for process in self._processes]
         try:
             found = [wire.facts_of(reply) for reply in await asyncio.gather(*asked)]
         except TooLong:
-            reason = f"loading the tokenizer and processor took more than {LOAD_S:g} s"
+            reason = "telling what the checkpoint is took more than gateway.prompt_cpu_s"
             raise EpdError(ErrorKind.STAGE_UNAVAILABLE, reason) from None
         return found[0] if found else None
 
@@ -87,7 +87,7 @@ class PromptPool:
 
         Raises:
             EpdError: also INVALID_REQUEST, it takes too long; STAGE_UNAVAILABLE, its process
-                died.
+                died, or a new one doesn't get loaded.
         """
         if (builder := self._builder) is not None:
             return await self._here(lambda: builder.build(messages, sizes, max_tokens, tools))

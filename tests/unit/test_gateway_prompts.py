@@ -183,6 +183,23 @@ async def test_loading_for_ever_is_a_typed_error(
     await pool.close()
 
 
+@shared_pool
+async def test_a_new_process_that_loads_for_ever_is_no_fault_of_a_prompt(
+    pool: PromptPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one that takes a dead one's place: who asked first is told to try again."""
+    before = pool.rebuilt
+    child().kill()
+    await until(lambda: pool.rebuilt == before + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(prompt_lives, "LOAD_S", 0.001)
+        with pytest.raises(EpdError, match="loading the tokenizer and processor took") as caught:
+            await pool.build(MESSAGES, SIZES, 4096)
+    assert (caught.value.kind, caught.value.retry_after_s) == (ErrorKind.STAGE_UNAVAILABLE, 1.0)
+    assert "a prompt process took too long to load" in caplog.text
+    assert isinstance(await pool.build(MESSAGES, SIZES, 4096), PromptPlan)
+
+
 def test_the_gateway_needs_no_torch() -> None:
     code = "import sys, gateway.main; sys.exit(bool({'torch', 'transformers'} & {*sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], check=False)
