@@ -11,8 +11,11 @@ Invariants
     budget          a batch holds at most `step_tokens`, a request's part `chunk_tokens`;
                     only an atomic span may exceed them, alone in its batch
     fairness        between clients by tokens (`epd.fairness`). Within a client who was
-                    served goes to the back: every runnable request runs within as many
-                    of its client's turns as that has requests
+                    served goes to the back, but for one whose rest fits the next step: that
+                    ends first. Taking turns to the last token, prompts that came together
+                    would all have their first token when the last has. Every runnable
+                    request runs within twice as many of its client's turns as that has
+                    requests
     one step        a request is in one running step at most
 """
 
@@ -253,7 +256,7 @@ class Scheduler:
         """Chunks of the next forward; empty when nothing can run. `budget` lowers
         `step_tokens` for this batch."""
         batch: list[Chunk] = []
-        budget = min(self._step_tokens, budget or self._step_tokens)
+        budget = most = min(self._step_tokens, budget or self._step_tokens)
         idle = (r for r in self._running.values() if not r.in_step)
         in_turn = Round(self._computed, idle, lambda request: request.client)
         while budget > 0 and (request := in_turn.first()) is not None:
@@ -266,9 +269,16 @@ class Scheduler:
             in_turn.take(end - request.computed)
             budget -= end - request.computed
             request.in_step = True
-        for chunk in batch:  # served: to the back
-            self._running[chunk.key] = self._running.pop(chunk.key)
+        for chunk in batch:
+            if not self._ends_next(chunk, most):
+                self._running[chunk.key] = self._running.pop(chunk.key)
         return batch
+
+    def _ends_next(self, chunk: Chunk, most: int) -> bool:
+        """Whether one more step of at most so many tokens is the request's last."""
+        request = self._running[chunk.key]
+        left = request.total - chunk.end
+        return left <= min(most, self._chunk_tokens) and request.limit() == request.total
 
     def complete(self, chunk: Chunk) -> None:
         """The chunk's step is done. A request that is done leaves; aborted ones left."""
