@@ -27,6 +27,7 @@ MOST_WORKERS = 4096
 KV_STAGES = frozenset({Stage.PREFILL, Stage.DECODE})
 _BEGINNINGS = 1 << 16
 """Blocks of prompts that are remembered, some 10 MB."""
+_SOONEST_S, _LATEST_S = 1.0, 10.0  # to ask again for a stage without workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class Registry:
         self._dead_s = dead_s
         self._clock = clock
         self._swept = clock()
+        self._live_at = dict.fromkeys(Stage, clock())
+        """When a stage last had a worker that lives; the start, if it never had."""
         self._workers: dict[str, Worker] = {}
         self._turn = 0
         self._kept = router.Kept()
@@ -91,6 +94,7 @@ class Registry:
         for other in self._workers.values():
             if other.draining:
                 self._recall(other)
+        self._note_life(known)
         self._wake()
         return known
 
@@ -99,7 +103,12 @@ class Registry:
         worker.last_seen = self._clock()
         worker.pending = worker.pending_rows = 0
         worker.suspect = False
+        self._note_life(worker)
         self._wake()
+
+    def _note_life(self, worker: Worker) -> None:
+        if worker.state == "live":
+            self._live_at |= dict.fromkeys(worker.card.stages, self._clock())
 
     def drain(self, worker: Worker, grace_s: float = 0.0) -> None:
         """The worker takes nothing new, and ends what it began, within `grace_s`. What waits
@@ -194,7 +203,7 @@ class Registry:
         Raises:
             EpdError: STAGE_UNAVAILABLE if none is live.
         """
-        candidates = _rather_not(self._within_reach(stage, near), avoid, stage)
+        candidates = _rather_not(self._found(stage, near), avoid)
         self._turn += 1
         if near is not None and router.may_stay(candidates, near):
             chosen = near
@@ -218,6 +227,19 @@ class Registry:
         """Whether several workers do prefill, or decode."""
         return any(len(self.live(stage)) > 1 for stage in KV_STAGES)
 
+    def _found(self, stage: Stage, near: Worker | None) -> list[Worker]:
+        """Those within reach.
+
+        Raises:
+            EpdError: STAGE_UNAVAILABLE if there is none.
+        """
+        if found := self._within_reach(stage, near):
+            return found
+        # As long again: who starts it waits for longer each time, and tells nobody here.
+        wait_s = min(max(_SOONEST_S, self._clock() - self._live_at[stage]), _LATEST_S)
+        reason = f"no {stage} worker is available"
+        raise EpdError(ErrorKind.STAGE_UNAVAILABLE, reason, retry_after_s=wait_s)
+
     def _within_reach(self, stage: Stage, near: Worker | None) -> list[Worker]:
         """Live workers, and `near` although it drains: its own requests end there. Without
         any, those that broke a call lately: they may be well."""
@@ -238,7 +260,7 @@ class Registry:
         Raises:
             EpdError: STAGE_UNAVAILABLE if there is none.
         """
-        candidates = _rather_not(self._within_reach(Stage.ENCODE, near), avoid, Stage.ENCODE)
+        candidates = _rather_not(self._found(Stage.ENCODE, near), avoid)
         encoder = router.for_image(candidates, digest, rows, self._kept)
         if not self._kept.has(digest, encoder.life):
             encoder.pending_rows += rows
@@ -311,18 +333,10 @@ class Registry:
         self._change.set()
 
 
-def _rather_not(live: list[Worker], avoid: Iterable[Worker], stage: Stage) -> list[Worker]:
+def _rather_not(live: list[Worker], avoid: Iterable[Worker]) -> list[Worker]:
     """Live workers, without those to avoid if others are left."""
-    if not live:
-        raise unavailable(stage)
     avoided = set(map(id, avoid))
     return [worker for worker in live if id(worker) not in avoided] or live
-
-
-def unavailable(stage: Stage) -> EpdError:
-    return EpdError(
-        ErrorKind.STAGE_UNAVAILABLE, f"no {stage} worker is available", retry_after_s=1.0
-    )
 
 
 def _least(values: Sequence[int]) -> int | None:

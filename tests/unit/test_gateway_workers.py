@@ -278,6 +278,30 @@ def test_only_the_living_get_work(registry: Registry, flag: str) -> None:
     assert caught.value.retry_after_s
 
 
+def test_who_asks_for_a_stage_is_to_wait_as_long_again_as_it_is_gone(
+    registry: Registry, clock: Clock
+) -> None:
+    def wait_s(stage: Stage) -> float | None:
+        with pytest.raises(EpdError) as caught:
+            registry.choose(stage)
+        return caught.value.retry_after_s
+
+    clock.now = 5.0
+    assert wait_s(Stage.DECODE) == 5.0, "as long as the gateway knows of none"
+    worker = registry.join(card())
+    clock.now = 7.0
+    registry.heard(worker)
+    waits = []
+    for clock.now in (7.0, 8.0, 11.5, 5000.0):
+        registry.drain(worker)  # it lives on, and takes nothing
+        waits.append(wait_s(Stage.DECODE))
+    assert waits == [1.0, 1.0, 4.5, 10.0]
+    registry.join(card())
+    registry.drop(worker, "died")
+    assert wait_s(Stage.DECODE) == 1.0
+    assert wait_s(Stage.PREFILL) == 10.0, "another's coming and going is nothing to it"
+
+
 def test_who_broke_a_call_is_passed_over_only_where_there_is_another(registry: Registry) -> None:
     first, second = (registry.join(card(f"{name}:1", Stage.ENCODE)) for name in "ab")
     first.suspect = True
