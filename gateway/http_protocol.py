@@ -42,6 +42,11 @@ _LINGER_S = 5.0
 _RETRY_S = 1
 _HEAD = b"HTTP/1.1 "
 _CONTINUE = b"HTTP/1.1 100 "
+_NO_HTTP = "this is no HTTP request that can be understood"
+_CODED = (
+    "this transfer-encoding is not supported; send the body as it is, with a content-length, "
+    "or with transfer-encoding: chunked"
+)
 _REASONS = {
     400: "Bad Request",
     408: "Request Timeout",
@@ -96,8 +101,8 @@ class BoundedProtocol(HttpToolsProtocol):
         try:
             while taken := self._parse(left):
                 left = left[taken:]
-        except httptools.HttpParserError:
-            self.send_400_response("")
+        except httptools.HttpParserError as error:
+            self.send_400_response(str(error))
         if self._silent > self.bounds.head_bytes and not self.transport.is_closing():
             self._refuse_head()
 
@@ -216,8 +221,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(431, EpdError(ErrorKind.REQUEST_TOO_LARGE, reason))
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's, for what is no HTTP."""
-        self._refuse(400, invalid("this is no HTTP request that can be understood"))
+        """uvicorn's, for what is no HTTP. `msg` is the parser's."""
+        # By such a coding nobody knows where the body ends (RFC 9112, 6.3). Where "chunked" is
+        # the last of several this is known, and `responses.read_body` refuses the others.
+        coded = "`Transfer-Encoding`" in msg
+        self._refuse(400, invalid(_CODED if coded else _NO_HTTP))
 
     def _refuse(self, status: int, error: EpdError) -> None:
         if self._answering and (

@@ -88,6 +88,18 @@ async def test_what_was_done_to_a_body_on_its_way_is_not_undone(
     assert house.journal == []
 
 
+@pytest.mark.parametrize("coding", ["gzip", "Chunked, gzip", "identity"])
+async def test_a_coding_that_hides_where_the_body_ends_is_named(house: House, coding: str) -> None:
+    """Behind it nothing can be read: the connection ends."""
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: epd\r\nTransfer-Encoding: {coding}\r\n\r\n"
+    read = await said(house, head.encode() + b"\x1f\x8b")
+    assert re.findall(rb"HTTP/1.1 (\d+)", read) == [b"400"]
+    assert b"transfer-encoding is not supported; send the body as it is, with a content-" in read
+    assert b"or with transfer-encoding: chunked" in read
+    other = await said(house, b"POST / HTTP/1.1\r\ncontent-length : 5\r\n\r\nabcde")
+    assert b"no HTTP request that can be understood" in other
+
+
 @pytest.mark.parametrize("line", ["Transfer-Encoding: Chunked", "content-encoding: Identity"])
 async def test_a_body_as_it_is_may_be_called_so(house: House, line: str) -> None:
     data = raw()
