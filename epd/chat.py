@@ -41,9 +41,11 @@ class Client:
     temperature: float = 0.0
     max_tokens: int | None = None
     api_key: str = ""
+    cut: bool = False
+    """Whether the last answer ended because it had as many tokens as it may have."""
 
     def answer(self, messages: list[Message]) -> Iterator[str]:
-        """Pieces of the answer as they arrive.
+        """Pieces of the answer as they arrive; `cut` is known after the last one.
 
         Raises:
             ChatFailure: no gateway there, or it answered with an error.
@@ -57,9 +59,11 @@ class Client:
         if self.max_tokens is not None:
             body["max_tokens"] = self.max_tokens
         response = self._request("POST", "/chat/completions", json.dumps(body))
+        self.cut = False
         for event in _events(response):
             if piece := _piece(event):
                 yield piece
+            self.cut = self.cut or _is_cut(event)
 
     def _served_model(self) -> str:
         try:
@@ -106,6 +110,11 @@ def _piece(event: Any) -> str:
         return "".join(delta.get("content") or "" for delta in deltas)
     except (AttributeError, TypeError) as error:
         raise ChatFailure("the answer broke off: what came is no part of a chat") from error
+
+
+def _is_cut(event: Any) -> bool:
+    """Of an event that `_piece` has read."""
+    return any(choice.get("finish_reason") == "length" for choice in event.get("choices") or ())
 
 
 def _reason(response: http.client.HTTPResponse) -> str:
@@ -155,6 +164,12 @@ def user_message(question: str, images: list[Path]) -> Message:
     return {"role": "user", "content": parts}
 
 
+def _cut_at(max_tokens: int | None) -> str:
+    if max_tokens is None:
+        return "the answer was cut: there is no room for more tokens"
+    return f"the answer was cut at {max_tokens} tokens (--max-tokens)"
+
+
 @dataclass(slots=True)
 class _Conversation:
     client: Client
@@ -169,6 +184,8 @@ class _Conversation:
             pieces.append(piece)
             print(piece.translate(_SHOWN), end="", flush=True)
         print()
+        if self.client.cut:
+            print(f"epd chat: {_cut_at(self.client.max_tokens)}", file=sys.stderr)
         self.messages += [message, {"role": "assistant", "content": "".join(pieces)}]
         self.images = []
 

@@ -94,6 +94,32 @@ def test_one_question_with_a_picture(
     assert base64.b64decode(data) == PNG
 
 
+@pytest.mark.parametrize(
+    ("reason", "most", "said"),
+    [
+        ("length", 5, "epd chat: the answer was cut at 5 tokens (--max-tokens)\n"),
+        ("length", None, "epd chat: the answer was cut: there is no room for more tokens\n"),
+        ("stop", 5, ""),
+    ],
+)
+def test_an_answer_that_was_cut_is_called_so(
+    server: StandInServer,
+    capsys: pytest.CaptureFixture[str],
+    reason: str,
+    most: int | None,
+    said: str,
+) -> None:
+    """Beside the answer, which may go on to another program."""
+    end = json.dumps({"choices": [{"delta": {}, "finish_reason": reason}]})
+    server.answer = events("It is", done=False) + f"data: {end}\n\ndata: [DONE]\n\n".encode()
+    client = Client(server.url, max_tokens=most)
+    assert converse(client, "?", []) == 0
+    assert capsys.readouterr() == ("It is\n", said)
+    server.answer = events("It is red.")
+    assert converse(client, "?", []) == 0
+    assert capsys.readouterr().err == "", "what was before is forgotten"
+
+
 def test_a_conversation_remembers_and_forgets(
     server: StandInServer,
     tmp_path: Path,
