@@ -196,10 +196,10 @@ class Run:
             error = self._deadline.passed()
         except StageFault as fault:
             error = disclosure.told(fault, self._request)
-            said = error.for_log if error.mapping.http_status == 400 else str(fault)
-            _log.log(
-                error.log_level, "failed: %s", said, extra={"request": self._request.request_id}
-            )
+            # Of what is wrong with a request its API's refusal is the one line.
+            if error.mapping.http_status != 400:
+                extra = {"request": self._request.request_id}
+                _log.log(error.log_level, "failed: %s", fault, extra=extra)
             without_frames(fault)
         except EpdError as typed:
             error = typed

@@ -10,6 +10,7 @@ import pytest
 from epd.client import AsyncClient, user
 from epd.errors import TABLE, EpdError, ErrorKind
 from epd.jobs import Stage
+from epd.obs import logs
 from tests.e2e.fake_stages import Call
 from tests.e2e.gateway_house import House
 
@@ -105,6 +106,28 @@ async def test_a_clients_fault_has_the_stages_words_and_the_clients_field(
     error = (await house.chat()).json()["error"]
     assert (error["code"], error["param"]) == (str(kind), shown)
     assert error["message"] == "9 are too many, 8 may be"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_stage_refuses_is_logged_once(
+    house: House, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    """With the id that the client has, and without words, which may quote it. (The fake stage
+    has a log of its own.)"""
+    caplog.set_level("INFO")
+    caplog.handler.addFilter(logs._add_request)
+    said = "the picture is no picture"
+    house.script.hooks["encode.job"] = failing(ErrorKind.INVALID_IMAGE, said, "job.items")
+
+    def refusals() -> list[str]:
+        lines = [record for record in caplog.records if record.name.startswith("gateway")]
+        assert not [line for line in lines if said in line.getMessage()]
+        found = [line for line in lines if ErrorKind.INVALID_IMAGE in line.getMessage()]
+        return [getattr(line, "request", "") for line in found]
+
+    reply = await house.chat(images=1, stream=stream)
+    assert reply.status == 400
+    assert refusals() == [reply.headers["x-request-id"]]
 
 
 @pytest.mark.parametrize(
