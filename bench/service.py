@@ -126,11 +126,11 @@ def _until_serving(
     metrics: dict[str, str] = {}
     for line in process.stdout:
         say(line.rstrip())
-        if found := re.match(r"epd serve: (\S+) ready .*\bpid (\d+)", line):
+        if found := re.match(r"epd serve: \S+ (\S+) ready .*\bpid (\d+)", line):
             pids[found[1]] = int(found[2])
             if at := re.search(r"\bmetrics=(\S+)", line):
                 metrics[found[1]] = at[1]
-        if found := re.match(r"epd serve: serving (\S+) at (\S+) ", line):
+        if found := re.match(r"epd serve: \S+ serving (\S+) at (\S+) ", line):
             return Service(found[2], found[1], process.pid, pids, metrics)
     process.wait()
     time.sleep(0.2)  # the thread that reads stderr may be a moment behind

@@ -29,6 +29,7 @@ from epd.config import Config, ServeConfig, WorkerConfig
 from epd.errors import EpdError, invalid
 from epd.forkserver import ForkServer
 from epd.host import GATEWAY, STAGES, stages_of
+from epd.obs.logs import clock
 from epd.ready import tell_systemd
 
 _LONGEST_PAUSE_S = 30.0
@@ -271,13 +272,13 @@ def run(config: Config) -> int:
     try:
         planned(config.serve)
     except EpdError as error:
-        _complain(error.message)
+        _refuse(error.message)
         return 2
     try:
         # Here, before any process has begun to load for half a minute.
         preflight.check(_as_served(config), fixed_ports(config), gateway=True, worker=True)
     except EpdError as error:
-        _complain(f"can't start: {error.message}")
+        _refuse(f"can't start: {error.message}")
         return 1
     return asyncio.run(_run(config, started))
 
@@ -328,9 +329,14 @@ def _print_table(children: list[Child]) -> None:
     Console().print(table)
 
 
+def _refuse(text: str) -> None:
+    """Before anything has begun, to whoever typed it."""
+    say(f"epd serve: {text}", sys.stderr)
+
+
 def _say(text: str) -> None:
-    say(f"epd serve: {text}", sys.stdout)
+    say(f"epd serve: {clock(time.time())} {text}", sys.stdout)
 
 
 def _complain(text: str) -> None:
-    say(f"epd serve: {text}", sys.stderr)
+    say(f"epd serve: {clock(time.time())} {text}", sys.stderr)

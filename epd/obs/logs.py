@@ -60,6 +60,11 @@ def setup(config: LogConfig, stage: str) -> None:
     root.setLevel(config.level.upper())
 
 
+def clock(seconds: float) -> str:
+    """A time as lines for people begin with, of one of `time.time`."""
+    return f"{time.strftime('%H:%M:%S', time.localtime(seconds))}.{int(seconds % 1 * 1000):03d}"
+
+
 def _add_request(record: logging.LogRecord) -> bool:
     if not hasattr(record, "request"):
         record.request = _request.get()
@@ -97,10 +102,9 @@ class _Text(logging.Formatter):
         self._stage = stage
 
     def format(self, record: logging.LogRecord) -> str:
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         request = getattr(record, "request", "")
         parts = [
-            f"{clock}.{int(record.msecs):03d} {record.levelname[0]} {self._stage}",
+            f"{clock(record.created)} {record.levelname[0]} {self._stage}",
             *([f"[{request}]"] if request else []),
             record.getMessage(),
             *(f"{key}={value}" for key, value in _fields(record).items()),

@@ -22,7 +22,7 @@ from tests.waiting import LIMIT_S
 
 SHARED = Path("/dev/shm")
 OURS = re.compile(
-    r"epd serve: |\[(gateway|encode|prefill|decode)(-\d+)?\] \d\d:\d\d:\d\d\.\d{3} [DI] \1 "
+    r"(epd serve:|\[(gateway|encode|prefill|decode)(-\d+)?\]) \d\d:\d\d:\d\d\.\d{3} (?(2)[DI] \2 )"
 )
 """What may stand on the console while all is well: of a stage's log no warning, no error."""
 
@@ -63,7 +63,7 @@ def _serve() -> Serving:
     threading.Thread(target=serving.errors.extend, args=(process.stderr,), daemon=True).start()
     for line in process.stdout:
         serving.out.append(line)
-        if found := re.match(r"epd serve: serving \S+ at (\S+) ", line):
+        if found := re.match(r"epd serve: \S+ serving \S+ at (\S+) ", line):
             serving.url = found[1]
             serving.family = psutil.Process(process.pid).children(recursive=True)
             threading.Thread(target=serving.out.extend, args=(process.stdout,), daemon=True).start()

@@ -135,6 +135,10 @@ async def test_starts_all_shows_them_and_stops_all(
     assert len(set(pids)) == 7
     for name in ("gateway", "encode-1", "prefill-0", "decode-2"):
         assert name in shown
+    own = [line for line in shown.splitlines() if line.startswith("epd serve: ")]
+    timed = re.compile(r"epd serve: \d\d:\d\d:\d\d\.\d{3} (starting|\S+ ready after|serving) ")
+    assert len(own) == 9
+    assert all(map(timed.match, own)), "as the children's lines beside them"
     supervisor.stop()
     assert await serving == 0
     assert not any(map(alive, pids))
