@@ -65,15 +65,17 @@ def _add_work(app: FastAPI, service: ChatService, bodies: BodyReader) -> None:
         return await _answer(request, service, bodies, Form.RESPONSE)
 
     async def tokenize_route(request: Request) -> Response:
-        with service.budget.hold(request.state.salt) as hold, service.receiving():
-            call = await _read(request, service, bodies, Form.TOKENIZE, hold)
-            work = tokenize(service, call, request.state.request_id, hold)
-            return _json(await unless_gone(request.receive, work))
+        with service.budget.hold(request.state.salt) as hold:
+            async with service.receiving():
+                call = await _read(request, service, bodies, Form.TOKENIZE, hold)
+                work = tokenize(service, call, request.state.request_id, hold)
+                return _json(await unless_gone(request.receive, work))
 
     async def detokenize_route(request: Request) -> Response:
-        with service.budget.hold(request.state.salt) as hold, service.receiving():
-            call = await _read(request, service, bodies, Form.DETOKENIZE, hold)
-            return _json(detokenize(service, call))
+        with service.budget.hold(request.state.salt) as hold:
+            async with service.receiving():
+                call = await _read(request, service, bodies, Form.DETOKENIZE, hold)
+                return _json(detokenize(service, call))
 
     posted: dict[str, Endpoint] = {
         "/v1/chat/completions": chat_completions,
@@ -233,8 +235,9 @@ async def _answer(
 ) -> Response:
     request_id, encoding = request.state.request_id, _ENCODERS[form]
     with service.budget.hold(request.state.salt) as hold:
-        with beginning(), service.receiving():
-            call = await _read(request, service, bodies, form, hold)
+        with beginning():
+            async with service.receiving():
+                call = await _read(request, service, bodies, form, hold)
         if call.stream:
             hold.keep()
             return EventStream(

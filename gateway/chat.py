@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 
 from tokenizers import Tokenizer
@@ -49,20 +48,34 @@ class ChatService:
         self.draining = False
         self.inflight = 0
         self._receiving = 0
+        self._deadlines: set[Deadline] = set()
+        """Of all that is received or in flight."""
 
-    @contextmanager
-    def receiving(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def receiving(self) -> AsyncIterator[None]:
         """While a request's body is read: it is one of those in flight already.
 
         Raises:
-            EpdError: no room for another request.
+            EpdError: no room for another request, or its time is over.
         """
         self._check_room()
         self._receiving += 1
+        deadline = Deadline.of(self.config.limits.request_deadline_s)
+        self._deadlines.add(deadline)
         try:
-            yield
+            async with deadline.kept():
+                yield
+        except TimeoutError:
+            raise deadline.passed() from None
         finally:
             self._receiving -= 1
+            self._deadlines.discard(deadline)
+
+    def end_all(self) -> None:
+        """The gateway ends: whoever still waits for an answer, or for the rest of one, is
+        told so, and may ask another gateway."""
+        for deadline in list(self._deadlines):
+            deadline.end(_shutting_down())
 
     async def open(
         self, call: ChatCall, request_id: str, hold: Hold, deadline_s: float | None = None
@@ -85,9 +98,10 @@ class ChatService:
         deadline = Deadline.of(self.config.limits.request_deadline_s, deadline_s)
         self._check_room()
         self.inflight += 1
+        self._deadlines.add(deadline)
         visit: Visit | None = None
         try:
-            async with asyncio.timeout_at(deadline.at):
+            async with deadline.kept():
                 visit = await self.door.enter(call.salt)
             timeline.begin("plan")
             with self.pipeline.ahead(request_id, deadline) as ahead:
@@ -96,7 +110,7 @@ class ChatService:
                 timeline.end("plan")
                 run = self.pipeline.start(request, deadline, timeline, ahead)
         except BaseException as error:
-            self.inflight -= 1
+            self._place_is_free(deadline)
             if visit is not None:
                 visit.end(given_up=outcome_of(error) == "cancelled")
             if isinstance(error, TimeoutError):
@@ -110,7 +124,7 @@ class ChatService:
             timeline=timeline,
             hold=hold,
             visit=visit,
-            let_go=self._place_is_free,
+            let_go=partial(self._place_is_free, deadline),
         )
         try:
             await answer.accepted()
@@ -119,8 +133,9 @@ class ChatService:
             raise
         return answer
 
-    def _place_is_free(self) -> None:
+    def _place_is_free(self, deadline: Deadline) -> None:
         self.inflight -= 1
+        self._deadlines.discard(deadline)
 
     def _texts(self, call: ChatCall, request: PlannedRequest) -> list[OutputText]:
         stop, ending = call.generation.stop, request.sampling.ending_ids
@@ -146,7 +161,7 @@ class ChatService:
         until = deadline or Deadline.of(self.config.limits.request_deadline_s)
         try:
             with call.names.used():
-                async with asyncio.timeout_at(until.at):
+                async with until.kept():
                     return await self.preparer.plan(call, request_id, hold, meanwhile)
         except TimeoutError:
             raise until.passed() from None
@@ -176,10 +191,13 @@ class ChatService:
 
     def _check_room(self) -> None:
         if self.draining:
-            raise EpdError(
-                ErrorKind.STAGE_UNAVAILABLE, "the gateway is shutting down", retry_after_s=1.0
-            )
+            raise _shutting_down()
         busy = self.inflight + self._receiving
         if busy >= (most := self.config.limits.max_inflight):
             reason = f"{busy} requests are in flight, {most} are allowed"
             raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
+
+
+def _shutting_down() -> EpdError:
+    reason = "the gateway is shutting down"
+    return EpdError(ErrorKind.STAGE_UNAVAILABLE, reason, retry_after_s=1.0)

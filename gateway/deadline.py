@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from epd.errors import EpdError, ErrorKind
 
 
-@dataclass(frozen=True, slots=True)
 class Deadline:
-    """Of one request."""
+    """Of one request. A gateway that ends before it brings it forward (`end`)."""
 
-    at: float
-    """On the event loop's clock."""
-    clients: bool = False
-    """Its client's own, sooner than the gateway's."""
+    def __init__(self, at: float, clients: bool = False) -> None:
+        """`at` is on the event loop's clock; `clients`: its client's own, sooner than the
+        gateway's."""
+        self.at = at
+        self._clients = clients
+        self._ended: EpdError | None = None
+        self._bounds: set[asyncio.Timeout] = set()
 
     @classmethod
     def of(cls, longest_s: float, asked_s: float | None = None) -> Deadline:
@@ -25,7 +28,31 @@ class Deadline:
             return cls(now + longest_s)
         return cls(now + asked_s, clients=True)
 
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """For what is done until then.
+
+        Raises:
+            TimeoutError: its time is over; `passed` says why.
+        """
+        async with asyncio.timeout_at(self.at) as bound:
+            self._bounds.add(bound)
+            try:
+                yield
+            finally:
+                self._bounds.discard(bound)
+
+    def end(self, error: EpdError) -> None:
+        """The request's time is over now, for this reason."""
+        self._ended = error
+        self.at = asyncio.get_running_loop().time()
+        for bound in self._bounds:
+            if not bound.expired():
+                bound.reschedule(self.at)
+
     def passed(self) -> EpdError:
         """What to raise then."""
+        if self._ended is not None:
+            return self._ended
         reason = "the request's deadline has passed"
-        return EpdError(ErrorKind.DEADLINE_EXCEEDED, reason, by_client=self.clients)
+        return EpdError(ErrorKind.DEADLINE_EXCEEDED, reason, by_client=self._clients)

@@ -65,15 +65,13 @@ class GatewayService(pb_grpc.GatewayServicer):
         self, request: pb.TokenizeRequest | Checked, context: Any
     ) -> pb.TokenizeResponse:
         service = self._service
-        with (
-            self._access.admit(authorization(context)) as caller,
-            service.receiving(),
-            service.budget.hold(caller.salt) as hold,
-        ):
-            hold.take(request.ByteSize())
-            call = self._call(tokenize_call, request)
-            service.check_model(call.model)
-            planned = await service.plan(call, grpc_ids.request_id(), hold)
+        with self._access.admit(authorization(context)) as caller:
+            async with service.receiving():
+                with service.budget.hold(caller.salt) as hold:
+                    hold.take(request.ByteSize())
+                    call = self._call(tokenize_call, request)
+                    service.check_model(call.model)
+                    planned = await service.plan(call, grpc_ids.request_id(), hold)
         return pb.TokenizeResponse(
             ids=planned.token_ids,
             image_tokens=planned.image_tokens,

@@ -186,13 +186,15 @@ class Gateway:
         return [*self._tasks, *(self._http.tasks if self._http else ())]
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse what is new; let what runs come to its end, at most so long."""
+        """Refuse what is new; let what runs come to its end, at most so long. What is left then
+        ends with a typed error."""
         self.service.draining = True
         await self._public.set_serving(False)
         loop = asyncio.get_running_loop()
         until = loop.time() + grace_s
         while self.service.inflight and loop.time() < until:
             await asyncio.sleep(0.05)
+        self.service.end_all()
 
     async def close(self) -> None:
         """End every call, process and connection of this gateway."""

@@ -189,7 +189,7 @@ class Run:
 
     async def _drive(self) -> None:
         try:
-            async with asyncio.timeout_at(self._deadline.at):
+            async with self._deadline.kept():
                 await self._follow(self._progresses, 0)
                 return
         except TimeoutError:
