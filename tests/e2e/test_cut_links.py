@@ -16,6 +16,7 @@ import pytest
 from tests.e2e.cluster import GATEWAY, STAGES, Cluster
 from tests.e2e.conftest import DATA, MakeCluster, grey_png, user
 from tests.e2e.member import Reply
+from tests.e2e.test_dead_stages import ONLY_STREAMS
 from tests.netns import LAN, Link, Network, Node
 from tests.waiting import promised
 
@@ -26,7 +27,7 @@ WITHIN_S = 8.0
 
 @pytest.fixture(scope="module")
 def running(make_cluster: MakeCluster, nodes: Mapping[str, Node]) -> Cluster:
-    return make_cluster(nodes=nodes, data=DATA)
+    return make_cluster(nodes=nodes, data=DATA, settings=ONLY_STREAMS)
 
 
 @pytest.fixture
