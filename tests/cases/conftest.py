@@ -93,6 +93,7 @@ def by_torch(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.fixture
 def tight(crowded: Cluster) -> Iterator[Cluster]:
     """The crowded service; afterwards nothing may be held, and every process lives on."""
+    crowded.make_whole()
     before = crowded.pids
     yield crowded
     crowded.assert_clean()
@@ -104,6 +105,7 @@ def tight(crowded: Cluster) -> Iterator[Cluster]:
 def cluster(running: Cluster, site: Site) -> Iterator[Cluster]:
     """The service; a test that costs it a process, or anything that stays, fails."""
     site.reset()
+    running.make_whole()
     before = running.pids
     yield running
     running.assert_clean()

@@ -187,6 +187,14 @@ class Service:
         place.worker.launch()
         place.worker.until_ready()
 
+    def make_whole(self) -> None:
+        """For tests that share a service which they hurt: one that failed may have left it so."""
+        for place in self.places:
+            place.hurt.clear()
+            if not place.worker.alive:
+                self.again(place)
+        self.until_complete()
+
     def renew(self) -> None:
         """Certificates of the same authority, as an operator renews them."""
         self.identity.renew(self.authority)

@@ -32,7 +32,7 @@ STEP_S = 1.0
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     service = Service(tmp_path_factory.mktemp("rolling"), workers=2)
     try:
         yield service.start()
@@ -41,10 +41,17 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     assert not left
 
 
+@pytest.fixture
+def service(running: Service) -> Service:
+    """Each test finds it whole."""
+    running.make_whole()
+    return running
+
+
 @pytest.fixture(scope="module")
-def answers(service: Service) -> Mapping[str, Answer]:
+def answers(running: Service) -> Mapping[str, Answer]:
     """To each question, before anything happened."""
-    traffic = Traffic(service.gateways, questions(), seed=3)
+    traffic = Traffic(running.gateways, questions(), seed=3)
     asyncio.run(traffic.learn())
     return traffic.expected
 

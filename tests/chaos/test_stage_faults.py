@@ -51,10 +51,10 @@ def checkpoint(tiny_checkpoint: TinyCheckpoint) -> Path:
     return tiny_checkpoint("qwen2_vl")
 
 
-@pytest.fixture(scope="module")
-def stages(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
-    folder = tmp_path_factory.mktemp("faults")
-    with Stages(checkpoint, folder, SETTINGS, faults=FAULTS) as running:
+@pytest.fixture
+def stages(checkpoint: Path, tmp_path: Path) -> Iterator[Stages]:
+    """Of each try its own: they count."""
+    with Stages(checkpoint, tmp_path, SETTINGS, faults=FAULTS) as running:
         yield running
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ class Cluster:
         self._nodes = nodes or {}
         self._data = data
         self._idle_tasks: dict[str, int] = {}
+        self._never_clean: list[Worker] = []
         counts = dict.fromkeys(STAGES, 1) | dict(counts or {})
         ports = ("http_port", "grpc_port")
         self.gateway = self._worker(GATEWAY, 0, {f"gateway.{port}": "0" for port in ports})
@@ -163,11 +165,19 @@ class Cluster:
 
     def _until_complete(self, limit_s: float = LIMIT_S) -> None:
         """Until every worker has joined: its tasks are those of an idle one."""
-        hosted = Counter(stage for worker in self.workers for stage in worker.role.split("+"))
         deadline = time.monotonic() + limit_s
-        while request(self.address, "/ready", timeout_s=LIMIT_S).json["live_workers"] != hosted:
-            assert time.monotonic() < deadline, f"not all of {dict(hosted)} have joined"
+        while not self._complete():
+            assert time.monotonic() < deadline, f"not all of {dict(self._hosted)} have joined"
             time.sleep(0.05)
+
+    def _complete(self) -> bool:
+        joined = request(self.address, "/ready", timeout_s=LIMIT_S).json["live_workers"]
+        return bool(joined == self._hosted)
+
+    @property
+    def _hosted(self) -> Counter[str]:
+        """How many workers each stage has when all are there."""
+        return Counter(stage for worker in self.workers for stage in worker.role.split("+"))
 
     def restart(self, role: str, index: int = 0) -> Worker:
         """Start a worker that has ended again; returns when the gateway uses it."""
@@ -178,13 +188,28 @@ class Cluster:
         self.until_serving()
         return worker
 
-    def make_whole(self) -> None:
-        """For tests that share a service which they hurt: one that failed may have left it so."""
+    def make_whole(self, limit_s: float = LIMIT_S) -> None:
+        """For tests that share a service: one that failed may have left it with processes that
+        have ended, that are about to, or that hold for ever what `assert_clean` found."""
+        for member in self._never_clean:
+            if member.alive:
+                member.end(signal.SIGKILL)
+        self._never_clean = []
+        deadline = time.monotonic() + limit_s
+        while not self._all_alive():
+            assert time.monotonic() < deadline, "not whole again"
+            time.sleep(0.05)
+
+    def _all_alive(self) -> bool:
+        """Whether all workers have joined, after those that have ended were started again."""
         for member in self.members:
             if not member.alive:
                 member.launch()
                 member.until_ready()
-        self.until_serving()
+        try:
+            return self._complete()
+        except OSError:  # the gateway was told to stop, and does
+            return False
 
     @contextmanager
     def paused(self, role: str, index: int = 0) -> Iterator[Worker]:
@@ -202,29 +227,31 @@ class Cluster:
             self.address, "/v1/chat/completions", {"model": self.model} | dict(body), timeout_s
         )
 
-    def unclean(self) -> list[str]:
+    def unclean(self) -> dict[Worker, list[str]]:
         """What is not idle right now, by process."""
-        found = []
-        for member in self.members:
-            if not member.alive:
-                continue
-            state = member.debug_state()
-            for role, counts in state.get("stages", {member.role: state}).items():
-                for key in MUST_BE_ZERO[role]:
-                    if counts.get(key) != 0:
-                        found.append(f"{member.role}-{member.index}: {key} is {counts.get(key)}")
-            if state["tasks"] > self._idle_tasks[member.role]:
-                more = state["tasks"] - self._idle_tasks[member.role]
-                found.append(f"{member.role}-{member.index}: {more} tasks more than at the start")
-            if member.role != GATEWAY and state.get("integrity") != "ok":
-                found.append(f"{member.role}-{member.index}: {state.get('integrity')}")
+        found = {member: self._left_over(member) for member in self.members if member.alive}
+        return {member: lines for member, lines in found.items() if lines}
+
+    def _left_over(self, member: Worker) -> list[str]:
+        state, name = member.debug_state(), f"{member.role}-{member.index}"
+        found = [
+            f"{name}: {key} is {counts.get(key)}"
+            for role, counts in state.get("stages", {member.role: state}).items()
+            for key in MUST_BE_ZERO[role]
+            if counts.get(key) != 0
+        ]
+        if (more := state["tasks"] - self._idle_tasks[member.role]) > 0:
+            found.append(f"{name}: {more} tasks more than at the start")
+        if member.role != GATEWAY and state.get("integrity") != "ok":
+            found.append(f"{name}: {state.get('integrity')}")
         return found
 
     def assert_clean(self, limit_s: float = IDLE_LIMIT_S) -> None:
         """No block, lease, stream or task is left anywhere, at the latest after `limit_s`."""
         deadline = time.monotonic() + limit_s
         while found := self.unclean():
-            assert time.monotonic() < deadline, "left over: " + "; ".join(found)
+            self._never_clean = list(found) if time.monotonic() > deadline else []
+            assert not self._never_clean, f"left over: {'; '.join(chain(*found.values()))}"
             time.sleep(0.1)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import struct
 import zlib
@@ -18,6 +19,7 @@ from tests.e2e.gateway_house import empty, house, loaded  # noqa: F401 (fixtures
 from tests.e2e.stage_house import (  # noqa: F401 (fixtures)
     checkpoint,
     planner,
+    running_stages,
     stage_client,
     stages,
 )
@@ -61,6 +63,14 @@ def grey_png(width: int, height: int, shade: int = 128) -> bytes:
         + chunk(b"IDAT", zlib.compress(rows))
         + chunk(b"IEND", b"")
     )
+
+
+_shades = itertools.count(1)
+
+
+def another_picture() -> bytes:
+    """All of one size, and none that a cache has seen: not in a second try of a test, either."""
+    return grey_png(96, 96, next(_shades) % 256)
 
 
 def answer(client: OpenAI, *parts: str | bytes, **options: Any) -> str:
@@ -119,6 +129,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture
 def cluster(shared: Cluster) -> Iterator[Cluster]:
     """The shared service; each test ends on the proof that it left nothing behind."""
+    shared.make_whole()
     yield shared
     shared.assert_clean()
 

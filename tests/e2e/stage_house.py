@@ -57,9 +57,15 @@ def checkpoint(tiny_checkpoint: TinyCheckpoint) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stages(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
+def running_stages(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
     with Stages(checkpoint, tmp_path_factory.mktemp("stages"), SETTINGS) as running:
         yield running
+
+
+@pytest.fixture
+def stages(running_stages: Stages) -> Stages:
+    running_stages.make_whole()
+    return running_stages
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ class StageProcess:
         self._log = log
         command = [sys.executable, "-m", "epd.cli", stage, str(checkpoint), *flags]
         environ = os.environ | {"OMP_NUM_THREADS": "1", "EPD_FAULTS": faults}
-        with log.open("w") as stderr:
+        with log.open("a") as stderr:
             self.process, self._stdout = start(command, environ, stderr.fileno())
         self.stage = stage
         self.address = self.metrics = ""
@@ -75,14 +75,22 @@ class Stages:
     """EPD_FAULTS of each stage."""
 
     def __enter__(self) -> Stages:
-        for stage in STAGES:
+        self.make_whole()
+        return self
+
+    def make_whole(self) -> None:
+        """Start what doesn't run: a test that failed may have left it so."""
+        missing = [stage for stage in STAGES if not self._runs(stage)]
+        for stage in missing:
             log = self.folder / f"{stage}.log"
             faults = self.faults.get(stage, "")
             made = StageProcess(stage, self.checkpoint, log, faults, **self.settings)
             self.processes[stage] = made
-        for process in self.processes.values():
-            process.wait_ready()
-        return self
+        for stage in missing:
+            self.processes[stage].wait_ready()
+
+    def _runs(self, stage: str) -> bool:
+        return stage in self.processes and self.processes[stage].process.poll() is None
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes.values():

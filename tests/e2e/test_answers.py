@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,9 +17,9 @@ from tests.e2e.cluster import DEMO_CHECKPOINT, ROOT, STAGES, Cluster
 from tests.e2e.conftest import (
     COLOUR,
     PICTURES,
+    another_picture,
     answer,
     demo_questions,
-    grey_png,
     picture,
     user,
 )
@@ -160,9 +159,11 @@ def test_models_and_health(cluster: Cluster, client: OpenAI) -> None:
 
 
 def test_the_timeline_names_every_stage(cluster: Cluster) -> None:
-    # A picture that no cache holds: noise in one pixel is enough for another digest.
-    data = grey_png(96, 96, int(time.time()) & 0xFF)
-    body = {"messages": [user(data, "Describe the image.")], "temperature": 0, "timeline": True}
+    body = {
+        "messages": [user(another_picture(), "Describe the image.")],
+        "temperature": 0,
+        "timeline": True,
+    }
     phases = cluster.chat(body).json["timeline"]["phases"]
     names = " ".join(phase["name"] for phase in phases)
     for part in ("encode", "embedding transfer", "prefill", "kv transfer", "decode"):
@@ -180,7 +181,7 @@ def test_tensors_travel_through_mooncake_and_are_counted(cluster: Cluster, clien
         }
 
     before = moved()
-    answer(client, grey_png(96, 96, 1 + (int(time.time()) & 0x7F)), "Describe the image.")
+    answer(client, another_picture(), "Describe the image.")
     after = moved()
     assert after["embedding"] > before["embedding"]
     assert after["kv"] > before["kv"]

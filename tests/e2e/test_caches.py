@@ -5,6 +5,7 @@ In exact mode, so that a cached answer can be compared bit by bit with a cold on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,9 +14,10 @@ import pytest
 from openai import OpenAI
 
 from tests.e2e.cluster import Cluster
-from tests.e2e.conftest import COLOUR, MakeCluster, grey_png, picture, user
+from tests.e2e.conftest import COLOUR, MakeCluster, another_picture, picture, user
 
 BLOCK = 8
+_numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +27,7 @@ def exact(make_cluster: MakeCluster) -> Cluster:
 
 @pytest.fixture
 def cluster(exact: Cluster) -> Iterator[Cluster]:
+    exact.make_whole()
     yield exact
     exact.assert_clean()
 
@@ -84,7 +87,9 @@ LONG = "Describe this, and say more about it than you would if you had been aske
 
 @pytest.mark.parametrize("with_picture", [False, True], ids=["text", "image"])
 def test_a_warm_answer_is_the_cold_one_bit_for_bit(cluster: Cluster, with_picture: bool) -> None:
-    parts = [grey_png(96, 96, 40), LONG + COLOUR] if with_picture else [LONG * 3]
+    parts = (
+        [another_picture(), LONG + COLOUR] if with_picture else [f"{next(_numbers)}. {LONG * 3}"]
+    )
     encoded = cluster.worker("encode").debug_state()["steps"]
     hits = count(
         cluster, "prefill", "epd_cache_lookups_total", cache="prefill_prefix", outcome="hit"
@@ -116,7 +121,7 @@ def test_unrelated_traffic_before_changes_nothing(cluster: Cluster) -> None:
 
 def test_the_same_prompt_with_another_picture_of_that_size_never_hits(cluster: Cluster) -> None:
     """Behind the same text, with placeholders that have the same ids."""
-    first, second = grey_png(96, 96, 60), grey_png(96, 96, 61)
+    first, second = another_picture(), another_picture()
     ask(cluster, user(LONG, first, LONG + COLOUR))
     other = ask(cluster, user(LONG, second, LONG + COLOUR))
     again = ask(cluster, user(LONG, second, LONG + COLOUR))
@@ -130,7 +135,7 @@ def test_the_same_prompt_with_another_picture_of_that_size_never_hits(cluster: C
 
 def test_a_picture_seen_before_is_not_encoded_again_behind_other_words(cluster: Cluster) -> None:
     """No common prefix: the rows are in landing memory. A dead encoder would not matter."""
-    shown = grey_png(96, 96, 100)
+    shown = another_picture()
     first = ask(cluster, user("First, ", shown, "what is this?"))
     cluster.assert_clean()  # its stream to encode has ended, and is counted
     encode = cluster.worker("encode").debug_state()["steps"]
@@ -147,7 +152,7 @@ def test_a_picture_seen_before_is_not_encoded_again_behind_other_words(cluster: 
 
 
 def test_one_picture_in_many_requests_at_once_is_read_once(cluster: Cluster) -> None:
-    shown = grey_png(96, 96, 110)
+    shown = another_picture()
     with ThreadPoolExecutor(6) as pool:
         questions = [user(f"Question {number}: ", shown, "?") for number in range(6)]
         answers = list(pool.map(lambda question: ask(cluster, question), questions))
@@ -158,7 +163,7 @@ def test_one_picture_in_many_requests_at_once_is_read_once(cluster: Cluster) -> 
 
 
 def test_swapped_and_repeated_pictures_share_only_the_common_start(cluster: Cluster) -> None:
-    a, b = grey_png(96, 96, 70), grey_png(96, 96, 71)
+    a, b = another_picture(), another_picture()
     rows = prompt_tokens(ask(cluster, user(a, "x"))) - prompt_tokens(ask(cluster, user("x")))
     ab = ask(cluster, user(a, b, "Which?"))
     assert rows > 0
@@ -172,7 +177,7 @@ def test_swapped_and_repeated_pictures_share_only_the_common_start(cluster: Clus
 
 def test_the_next_turn_moves_only_what_is_new(cluster: Cluster) -> None:
     """Decode has the last turn's prompt and answer; prefill the prompt."""
-    opening = user(LONG * 2, grey_png(96, 96, 80), "Describe the image.")
+    opening = user(LONG * 2, another_picture(), "Describe the image.")
     first = ask(cluster, opening, max_tokens=24)
     before = count(cluster, "decode", "epd_transfer_bytes_total", kind="kv")
     encoded = cluster.worker("encode").debug_state()["steps"]
@@ -200,7 +205,7 @@ def test_cached_blocks_are_counted_apart_from_used_ones(cluster: Cluster) -> Non
         state = cluster.worker(role).debug_state()
         assert state["kv_blocks_cached"] > 0
         assert state["kv_blocks_pinned"] == state["kv_blocks_used"] == 0
-    ask(cluster, user(grey_png(96, 96, 120), "?"))
+    ask(cluster, user(another_picture(), "?"))
     cluster.assert_clean()
     state = cluster.worker("prefill").debug_state()
     assert state["embeddings_cached"] > 0
@@ -211,7 +216,7 @@ def test_cached_blocks_are_counted_apart_from_used_ones(cluster: Cluster) -> Non
 def test_two_tenants_never_share(make_cluster: MakeCluster) -> None:
     """The same words and the same picture, each twice, by two keys."""
     house = make_cluster(settings={"kv.block_tokens": BLOCK, "gateway.api_keys": "one,two"})
-    messages: Any = [user(LONG, grey_png(96, 96, 130), LONG + COLOUR)]
+    messages: Any = [user(LONG, another_picture(), LONG + COLOUR)]
     found = []
     for key in ("one", "two", "one", "two"):
         client = OpenAI(base_url=house.base_url, api_key=key, max_retries=0)
@@ -242,7 +247,7 @@ def test_switched_off_nothing_is_found_and_the_answers_are_the_same(
             "encode.cache_mib": 0,
         }
     )
-    question = user(LONG, grey_png(96, 96, 90), LONG + COLOUR)
+    question = user(LONG, another_picture(), LONG + COLOUR)
     on = [ask(cluster, question) for _ in range(2)]
     without = [ask(off, question) for _ in range(2)]
     assert [cached(answer) for answer in without] == [0, 0]

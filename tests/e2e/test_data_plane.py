@@ -53,6 +53,11 @@ def spread(make_cluster: MakeCluster, nodes: Mapping[str, Node]) -> Cluster:
     return make_cluster(nodes=nodes, data=DATA, settings=settings)
 
 
+@pytest.fixture(scope="module")
+def outsider(network: Network) -> Node:
+    return network.node("outsider", [LAN])
+
+
 def mooncake_ports(node: Node) -> list[int]:
     done = subprocess.run(node.command(["ss", "-Hltn"]), capture_output=True, text=True, check=True)
     ports = {int(line.split()[3].rpartition(":")[2]) for line in done.stdout.splitlines()}
@@ -82,13 +87,12 @@ async def only_inside(stage: Node, peer: Node, outsider: Node) -> None:
 
 
 async def test_the_data_plane_has_a_network_of_its_own(
-    network: Network, nodes: Mapping[str, Node], spread: Cluster
+    outsider: Node, nodes: Mapping[str, Node], spread: Cluster
 ) -> None:
     body = {"messages": [user(picture("red_circle.png"), COLOUR)], "temperature": 0}
     reply = spread.chat(body)
     assert reply.status == 200, reply
     assert "red" in reply.text
-    outsider = network.node("outsider", [LAN])
     await asyncio.gather(*(only_inside(nodes[s], nodes[GATEWAY], outsider) for s in STAGES))
     assert spread.chat(body).status == 200
     spread.assert_clean()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,13 @@ from tests.e2e.stage_driver import Client, Planner, Request, next_event, png
 from tests.e2e.stage_house import IMAGES, ONE, SETTINGS, drain, reference, typed
 from tests.e2e.stage_processes import Stages
 
+_numbers = itertools.count(1)
+
+
+def another() -> bytes:
+    """A digest that no cache has seen, in another try of a test, either."""
+    return next(_numbers).to_bytes(32)
+
 
 def counter(text: str, name: str, **labels: str) -> float:
     """Sum of a metric's samples that have these labels."""
@@ -38,7 +46,7 @@ def encoded(text: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def stages(
+def running_stages(
     tiny_checkpoint: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stages]:
     checkpoint = tiny_checkpoint("qwen2_vl")
@@ -47,8 +55,8 @@ def stages(
 
 
 @pytest.fixture(scope="module")
-def planner(stages: Stages) -> Planner:
-    return Planner(stages.checkpoint)
+def planner(running_stages: Stages) -> Planner:
+    return Planner(running_stages.checkpoint)
 
 
 def same_picture(planner: Planner, count: int, digest: bytes) -> list[Request]:
@@ -73,7 +81,7 @@ async def test_equal_pictures_in_flight_are_encoded_once_and_answered_alike(
 ) -> None:
     client, encode = Client(stages), stages.processes["encode"]
     before = encode.get("/metrics").decode()
-    requests = same_picture(planner, 6, b"\1" * 32)
+    requests = same_picture(planner, 6, another())
     answers = await asyncio.gather(*(client.run(request) for request in requests))
     after = encode.get("/metrics").decode()
     assert encoded(after) == encoded(before) + 1
@@ -91,7 +99,7 @@ async def test_a_repeated_picture_skips_decoding_and_the_tower(
     stages: Stages, planner: Planner
 ) -> None:
     client = Client(stages)
-    first, again = same_picture(planner, 2, b"\2" * 32)
+    first, again = same_picture(planner, 2, another())
     for number, request in enumerate((first, again)):
         steps = stages.processes["encode"].state()["steps"]
         call = await client.start_encode(request, 0)
@@ -109,7 +117,7 @@ async def test_a_repeated_picture_skips_decoding_and_the_tower(
 async def test_waiters_that_leave_harm_nobody(stages: Stages, planner: Planner) -> None:
     """Six want one picture; four go at different times, one of them after ItemReady."""
     client = Client(stages)
-    requests = same_picture(planner, 6, b"\3" * 32)
+    requests = same_picture(planner, 6, another())
     calls = [await client.start_encode(request, 0) for request in requests]
     for call in calls[:3]:
         call.cancel()
@@ -130,7 +138,7 @@ async def test_waiters_that_leave_harm_nobody(stages: Stages, planner: Planner) 
 async def test_a_lying_digest_gets_its_own_rows(stages: Stages, planner: Planner) -> None:
     """Whoever names another picture's digest neither gets nor spoils its embedding."""
     client = Client(stages)
-    (honest,) = same_picture(planner, 1, b"\4" * 32)
+    (honest,) = same_picture(planner, 1, another())
     liar = replace(honest, files=[png(Image.new("RGB", IMAGES[0].size, "red"))], nonce=9)
     assert await sum_of_rows(client, liar) != await sum_of_rows(client, honest)
     assert (await client.run(honest)).ids == reference(planner, ONE, IMAGES[:1])
@@ -138,9 +146,9 @@ async def test_a_lying_digest_gets_its_own_rows(stages: Stages, planner: Planner
 
 
 async def test_a_bad_picture_leaves_no_entry(stages: Stages, planner: Planner) -> None:
-    client = Client(stages)
+    client, digest = Client(stages), another()
     for _ in range(3):
-        (good,) = same_picture(planner, 1, b"\5" * 32)
+        (good,) = same_picture(planner, 1, digest)
         bad = replace(good, files=[b"\x89PNG\r\n\x1a\n no picture"])
         errors = await asyncio.gather(*[typed(await client.start_encode(bad, 0)) for _ in range(2)])
         assert all(isinstance(error, EpdError) for error in errors)
@@ -156,7 +164,7 @@ async def test_more_pictures_than_fit_give_way_and_come_again(
     """The arena of 1 MiB holds 64 of these 68: asked for one after the other, each has given
     way when it is asked for again. Its rows are the same, and all answers are right."""
     client, encode = Client(stages), stages.processes["encode"]
-    random = np.random.default_rng(1)
+    random = np.random.default_rng(next(_numbers))
     shape = (128, 128, 3)  # the largest that this processor takes: 64 rows of 256 bytes
     pictures = [Image.fromarray(random.integers(0, 255, shape, np.uint8)) for _ in range(68)]
     requests = [planner.request(ONE, [one]) for one in pictures]
@@ -179,7 +187,7 @@ async def test_more_pictures_than_fit_give_way_and_come_again(
 
 
 def test_one_new_picture_in_eight_requests_is_encoded_once(cluster: Cluster) -> None:
-    data = grey_png(97, 96)  # nobody else's: no cache holds it
+    data = grey_png(97, 96, next(_numbers))  # nobody else's: no cache holds it
     before = encoded(cluster.worker("encode").metrics())
     body = {"messages": [user(data, "Describe the image.")], "temperature": 0, "max_tokens": 8}
     with ThreadPoolExecutor(8) as pool:

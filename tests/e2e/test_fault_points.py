@@ -18,8 +18,18 @@ _shades = itertools.count(1)
 
 
 @pytest.fixture(scope="module")
-def cluster(make_cluster: MakeCluster) -> Cluster:
+def running(make_cluster: MakeCluster) -> Cluster:
     return make_cluster(settings=SETTINGS)
+
+
+@pytest.fixture
+def cluster(running: Cluster) -> Cluster:
+    """Each test finds it whole and without faults."""
+    running.make_whole()
+    for worker in running.workers:
+        if worker.environ.get("EPD_FAULTS"):
+            faulty(running, worker.role, "")
+    return running
 
 
 def faulty(cluster: Cluster, stage: str, spec: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.cluster import Cluster
-from tests.e2e.conftest import MakeCluster, grey_png, user
+from tests.e2e.conftest import MakeCluster, another_picture, user
 
 WORDS = "Say what you see, and where you see it, in as many words as you like. "
 # Chunks that take longer than a message needs on a crowded machine.
@@ -26,6 +26,7 @@ def chunked(make_cluster: MakeCluster) -> Cluster:
 
 @pytest.fixture
 def cluster(chunked: Cluster) -> Iterator[Cluster]:
+    chunked.make_whole()
     yield chunked
     chunked.assert_clean()
 
@@ -49,7 +50,7 @@ def test_decode_reads_blocks_while_prefill_computes_the_next_chunks(cluster: Clu
 def test_switched_off_one_comes_after_the_other(make_cluster: MakeCluster) -> None:
     settings = {"kv.block_tokens": 8, "prefill.chunk_tokens": 16, "prefill.overlap": False}
     cluster = make_cluster(settings=settings, environ=SLOW)
-    pictures = [grey_png(96, 96, shade) for shade in (140, 150)]
+    pictures = [another_picture() for _ in range(2)]
     timeline = phases(cluster, WORDS * 12, *pictures, "What is this?")
     landed = max(timeline[f"embedding transfer[{i}]"][1] for i in range(2))
     (_, computed), (reading, _) = timeline["prefill"], timeline["kv transfer"]
@@ -58,7 +59,7 @@ def test_switched_off_one_comes_after_the_other(make_cluster: MakeCluster) -> No
 
 
 def test_pictures_are_encoded_and_read_within_prefill(cluster: Cluster) -> None:
-    timeline = phases(cluster, WORDS * 12, grey_png(96, 96, 140), "What is this?")
+    timeline = phases(cluster, WORDS * 12, another_picture(), "What is this?")
     (began, computed), (encoding, _) = timeline["prefill"], timeline["encode[0]"]
     landed = timeline["embedding transfer[0]"][1]
     assert began <= encoding < landed <= computed, timeline

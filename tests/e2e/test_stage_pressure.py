@@ -51,7 +51,7 @@ def checkpoint(tiny_checkpoint: TinyCheckpoint) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stages(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
+def running_stages(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
     with Stages(checkpoint, tmp_path_factory.mktemp("pressure"), SETTINGS) as running:
         yield running
 

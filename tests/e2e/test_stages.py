@@ -28,6 +28,7 @@ from tests.e2e.stage_driver import (
 )
 from tests.e2e.stage_house import IMAGES, ONE, TEXT, THREE, ask, read_until, reference, typed
 from tests.e2e.stage_processes import Stages
+from tests.e2e.test_encode_cache import counter
 
 
 @pytest.fixture
@@ -251,13 +252,21 @@ async def test_bytes_with_another_sum_are_refused_and_counted(
         handle.spans[0].checksum ^= 1
         return handle
 
+    before = damaged(stages)
     for error in await refusals(client, planner, spoil):
         assert error.kind is ErrorKind.CHECKSUM_MISMATCH
+    assert damaged(stages) == [count + 1 for count in before]
+
+
+def damaged(stages: Stages) -> list[float]:
+    """Embeddings and KV that arrived with another sum, as transfers and as errors."""
+    found = []
     for stage, kind in (("prefill", "embedding"), ("decode", "kv")):
         page = stages.processes[stage].get("/metrics").decode()
-        line = f'epd_transfer_failures_total{{kind="{kind}",reason="checksum"}}'
-        assert f"{line} 1.0" in page
-        assert f'epd_errors_total{{kind="checksum_mismatch",stage="{stage}"}} 1.0' in page
+        failures, errors = "epd_transfer_failures_total", "epd_errors_total"
+        found.append(counter(page, failures, kind=kind, reason="checksum"))
+        found.append(counter(page, errors, kind="checksum_mismatch", stage=stage))
+    return found
 
 
 async def refusals(
