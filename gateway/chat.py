@@ -65,8 +65,6 @@ class ChatService:
         try:
             async with deadline.kept():
                 yield
-        except TimeoutError:
-            raise deadline.passed() from None
         finally:
             self._receiving -= 1
             self._deadlines.discard(deadline)
@@ -113,8 +111,6 @@ class ChatService:
             self._place_is_free(deadline)
             if visit is not None:
                 visit.end(given_up=outcome_of(error) == "cancelled")
-            if isinstance(error, TimeoutError):
-                raise deadline.passed() from None
             raise
         answer = Answer(
             call,
@@ -159,12 +155,9 @@ class ChatService:
             EpdError: the user's fault, or the deadline has passed.
         """
         until = deadline or Deadline.of(self.config.limits.request_deadline_s)
-        try:
-            with call.names.used():
-                async with until.kept():
-                    return await self.preparer.plan(call, request_id, hold, meanwhile)
-        except TimeoutError:
-            raise until.passed() from None
+        with call.names.used():
+            async with until.kept():
+                return await self.preparer.plan(call, request_id, hold, meanwhile)
 
     def check_model(self, name: str) -> None:
         """Raises EpdError for another model than ours; an empty name is none."""

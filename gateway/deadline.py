@@ -30,17 +30,23 @@ class Deadline:
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        """For what is done until then.
+        """For what is done until then. A TimeoutError of another making goes on as it is: that
+        is a fault of ours, and nobody's deadline.
 
         Raises:
-            TimeoutError: its time is over; `passed` says why.
+            EpdError: its time is over: DEADLINE_EXCEEDED, or why it was ended.
         """
-        async with asyncio.timeout_at(self.at) as bound:
-            self._bounds.add(bound)
-            try:
+        bound = asyncio.timeout_at(self.at)
+        self._bounds.add(bound)
+        try:
+            async with bound:
                 yield
-            finally:
-                self._bounds.discard(bound)
+        except TimeoutError:
+            if bound.expired():
+                raise self._passed() from None
+            raise
+        finally:
+            self._bounds.discard(bound)
 
     def end(self, error: EpdError) -> None:
         """The request's time is over now, for this reason."""
@@ -50,8 +56,7 @@ class Deadline:
             if not bound.expired():
                 bound.reschedule(self.at)
 
-    def passed(self) -> EpdError:
-        """What to raise then."""
+    def _passed(self) -> EpdError:
         if self._ended is not None:
             return self._ended
         reason = "the request's deadline has passed"

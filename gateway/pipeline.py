@@ -192,8 +192,6 @@ class Run:
             async with self._deadline.kept():
                 await self._follow(self._progresses, 0)
                 return
-        except TimeoutError:
-            error = self._deadline.passed()
         except StageFault as fault:
             error = disclosure.told(fault, self._request)
             # Of what is wrong with a request its API's refusal is the one line.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from epd.errors import EpdError, ErrorKind
+from gateway.attempt import Attempt
 from gateway.checkpoint import Loaded
 from gateway.outcomes import outcome_of
 from gateway.schema import parse_body
@@ -149,3 +150,25 @@ async def test_whose_deadline_it_was(
         assert caught.value.by_client is own
         assert outcome_of(caught.value) == ("cancelled" if own else "failed")
         await house.settled()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("where", ["door", "plan", "run"])
+async def test_what_times_out_inside_is_no_deadline(
+    house: House, monkeypatch: pytest.MonkeyPatch, where: str, stream: bool
+) -> None:
+    """A fault of ours, which nobody's patience has to do with, and no client is told more."""
+    service = house.gateway.service
+
+    async def late(*_: Any) -> None:
+        raise TimeoutError("of a socket")
+
+    if where == "door":
+        monkeypatch.setattr(service.door, "enter", late)
+    elif where == "plan":
+        monkeypatch.setattr(service.preparer, "plan", late)
+    else:
+        monkeypatch.setattr(Attempt, "run", late)
+    reply = await house.chat(stream=stream)
+    assert (reply.status, reply.json()["error"]["code"]) == (500, "internal_error")
+    assert "socket" not in reply.body.decode()
