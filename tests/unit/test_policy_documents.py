@@ -191,6 +191,21 @@ def test_the_architecture_page_leads_to_the_code() -> None:
     assert len(_references(ROOT / "docs" / "architecture.md")) > 50
 
 
+def test_examples_leave_the_prompt_on_a_line_of_its_own() -> None:
+    """What prints an answer in pieces ends its line."""
+    pieces = [
+        code
+        for path in DOCUMENTS
+        for code in re.findall(
+            r"^```python\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL
+        )
+        if 'end=""' in code
+    ]
+    assert pieces
+    for code in pieces:
+        assert code.rstrip().splitlines()[-1].strip() == "print()", code
+
+
 def anchors(text: str) -> set[str]:
     """Of a document's headings, as GitHub makes them: a second one of a name gets a number."""
     found: Counter[str] = Counter()
