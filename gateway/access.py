@@ -117,8 +117,8 @@ class Access:
 
     def _spend(self, caller: Caller) -> None:
         if self._concurrent and caller.running >= self._concurrent:
-            reason = f"this key has {caller.running} requests running, the most it may have"
-            raise _own_limit(reason, 1.0)
+            reason = f"{caller.running} requests of {self._who} are running, the most at once"
+            raise self._limit(reason, 1.0)
         self._leave_room(caller)
         if not self._per_minute:
             return
@@ -127,9 +127,19 @@ class Access:
         caller.budget, caller.seen = min(grown, self._per_minute), now
         if caller.budget < 1:
             wait = (1 - caller.budget) * 60 / self._per_minute
-            reason = f"this key may make {self._per_minute} requests a minute"
-            raise _own_limit(reason, wait)
+            reason = f"{self._who} may make {self._per_minute} requests a minute"
+            raise self._limit(reason, wait)
         caller.budget -= 1
+
+    @property
+    def _who(self) -> str:
+        return "all clients" if self._open else "this key"
+
+    def _limit(self, reason: str, retry_after_s: float) -> EpdError:
+        """The service has room, and a key has used up its own. Without keys all clients
+        together have: that is the service's limit, and no single client's doing."""
+        kind, own = ErrorKind.OVERLOADED, not self._open
+        return EpdError(kind, reason, retry_after_s=retry_after_s, by_client=own)
 
     def _leave_room(self, caller: Caller) -> None:
         """One key among several never takes the last places: it may have `GREED` times as
@@ -138,12 +148,6 @@ class Access:
         if len(self._callers) > 1 and caller.running >= GREED * left:
             reason = f"this key has {caller.running} requests running, and {left} places are left"
             raise EpdError(ErrorKind.OVERLOADED, reason, retry_after_s=1.0)
-
-
-def _own_limit(reason: str, retry_after_s: float) -> EpdError:
-    """The service has room; this key has used up its own."""
-    kind = ErrorKind.OVERLOADED
-    return EpdError(kind, reason, retry_after_s=retry_after_s, by_client=True)
 
 
 def _caller(key: str, budget: float, now: float) -> Caller:
@@ -181,6 +185,8 @@ class AccessControl:
         except EpdError as error:
             if scope["path"] in ANSWER_PATHS and scope["method"] == "POST":
                 count("refused")
+            extra = {"kind": str(error.kind), "param": error.param}
+            _log.log(error.log_level, "refused: %s", error.for_log, extra=extra)
             await _refuse(error, send)
         except Exception as error:
             if begun:

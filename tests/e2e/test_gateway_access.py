@@ -160,12 +160,32 @@ async def test_over_grpc_a_limit_says_when_to_come_again(loaded: Loaded) -> None
         assert 50 < retry.retry_delay.seconds <= 60
 
 
-def test_the_rate_is_a_budget_that_grows() -> None:
+@pytest.mark.parametrize(("keys", "level"), [((), "WARNING"), ((KEY,), "INFO")])
+async def test_whose_limit_it_is_is_the_same_over_both_apis(
+    loaded: Loaded, caplog: pytest.LogCaptureFixture, keys: tuple[str, ...], level: str
+) -> None:
+    """A key's own is its client's doing. Without keys all have one: that is the service's."""
+    caplog.set_level(logging.INFO)
+    async with opened(loaded, api_keys=keys, requests_per_minute=1) as house:
+        assert (await post(house.http, CHAT, body(), **bearer(KEY))).status == 200
+        assert (await post(house.http, CHAT, body(), **bearer(KEY))).status == 429
+        async with grpc.aio.insecure_channel(house.grpc) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await over_grpc(channel, KEY)
+    said = [one for one in caplog.records if getattr(one, "kind", "") == ErrorKind.OVERLOADED]
+    assert [one.levelname for one in said] == [level] * 2
+    who = "this key" if keys else "all clients"
+    assert all(f"{who} may make 1 requests a minute" in one.getMessage() for one in said)
+
+
+@pytest.mark.parametrize("keys", [(), (KEY,)])
+def test_the_rate_is_a_budget_that_grows(keys: tuple[str, ...]) -> None:
     now = [0.0]
-    access = Access(GatewayConfig(requests_per_minute=2), 256, lambda: now[0])
+    config = GatewayConfig(api_keys=keys, requests_per_minute=2)
+    access = Access(config, 256, lambda: now[0])
 
     def spend() -> None:
-        with access.admit(None):
+        with access.admit(f"Bearer {KEY}"):
             pass
 
     spend()
@@ -174,7 +194,7 @@ def test_the_rate_is_a_budget_that_grows() -> None:
         spend()
     assert caught.value.kind is ErrorKind.OVERLOADED
     assert caught.value.retry_after_s == pytest.approx(30.0)
-    assert caught.value.by_client
+    assert caught.value.by_client is bool(keys)
     now[0] = 30.0
     spend()
     now[0] = 3600.0
