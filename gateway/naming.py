@@ -45,7 +45,13 @@ class Names:
         message = error.message
         if message.startswith(f"{old}:"):
             message = new + message[len(old) :]
-        return EpdError(error.kind, message, param=new, retry_after_s=error.retry_after_s)
+        return EpdError(
+            error.kind,
+            message,
+            param=new,
+            retry_after_s=error.retry_after_s,
+            by_client=error.by_client,
+        )
 
     @contextmanager
     def used(self) -> Iterator[None]:
