@@ -16,6 +16,7 @@ from epd.config import LimitsConfig
 from epd.errors import EpdError
 from tests.cases.memory import peak_growth
 from tests.cases.pictures import (
+    another,
     ask,
     body,
     chunk,
@@ -50,6 +51,11 @@ def broken_stream(seed: int) -> bytes:
     return good[:start] + chunk(b"IDAT", bytes([seed]) * 500) + chunk(b"IEND", b"")
 
 
+def unknown() -> bytes:
+    """A small picture that no cache has seen, in another try of a test, either."""
+    return file(noise(72, 56, 20_000 + another()))
+
+
 def cpu_s(family: Sequence[psutil.Process], seconds: float) -> float:
     """CPU time that these processes take while nothing is asked of them."""
 
@@ -74,10 +80,10 @@ def test_img_02_broken_data_does_not_spin(
     pids, idle = {process.pid for process in family}, cpu_s(family, 1.5)
     tried, first = "epd_requests_total", 2 * stream + (broken is damaged)
 
-    def good(seed: int) -> Reply:
-        return ask(cluster, file(noise(72, 56, seed)), stream=stream)  # that no cache knows
+    def good() -> Reply:
+        return ask(cluster, unknown(), stream=stream)
 
-    usual = sorted(good(100 * first + at).seconds for at in range(5))[2]
+    usual = sorted(good().seconds for _ in range(5))[2]
     cluster.assert_clean()  # a call is counted when it has ended, after its answer
     before = counter(cluster.worker("encode").metrics(), tried)
     beside: list[Reply] = []
@@ -85,7 +91,7 @@ def test_img_02_broken_data_does_not_spin(
     for at in range(3):
         with ThreadPoolExecutor(2) as pool:
             wrong = pool.submit(ask, cluster, broken(10 * first + at), stream=stream)
-            beside.append(pool.submit(good, 100 * first + 50 + at).result())
+            beside.append(pool.submit(good).result())
             bad.append(wrong.result())
     for reply in bad:
         refused(reply, "damaged")
@@ -122,14 +128,14 @@ def test_img_15_too_many_pixels_cost_nothing(cluster: Cluster) -> None:
     bomb = whole_bomb(13000, 13000, 8)
     assert len(bomb) < 400_000
     asked = body(bomb, text("What is it?"))
-    usual = sorted(ask(cluster, file(noise(72, 56, 900 + at))).seconds for at in range(5))[2]
+    usual = sorted(ask(cluster, unknown()).seconds for _ in range(5))[2]
     cluster.assert_clean()
     encoded = counter(cluster.worker("encode").metrics(), "epd_requests_total")
     rounds: list[tuple[float, float]] = []
-    for at in range(3):
+    for _ in range(3):
         with peak_growth(cluster) as growth, ThreadPoolExecutor(9) as pool:
             bombs = [pool.submit(cluster.chat, asked) for _ in range(8)]
-            small = pool.submit(ask, cluster, file(noise(72, 56, 990 + at)))
+            small = pool.submit(ask, cluster, unknown())
             for reply in bombs:
                 refused(reply.result(), "13000 x 13000", code="image_too_large")
             assert small.result().status == 200

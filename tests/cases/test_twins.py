@@ -58,7 +58,7 @@ def from_manifest() -> dict[str, bytes]:
 
 
 def pictures() -> dict[str, bytes]:
-    pairs = {**TWINS, "thumbnail": of_one_thumbnail()}
+    pairs = {kind: made(4) for kind, made in TWINS.items()} | {"thumbnail": of_one_thumbnail()}
     pairs["colour"] = [file(solid(colour, (448, 448))) for colour in ("red", "green", "blue")]
     pairs["late pixel"] = [file(_with_a_corner(shade)) for shade in (0, 255)]
     named = {f"{kind} {n}": data for kind, pair in pairs.items() for n, data in enumerate(pair)}
