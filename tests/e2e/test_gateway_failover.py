@@ -18,12 +18,13 @@ from tests.e2e.gateway_house import House, opened, text_of
 from tests.waiting import LIMIT_S, soon, until
 
 
-def dies_once() -> Callable[[Call], Awaitable[None]]:
-    """A hook: the worker of the first call is gone, and later ones are as usual."""
+def dies_once(token: int | None = None) -> Callable[[Call], Awaitable[None]]:
+    """A hook: the worker of the first call, or of the first that comes to this token, is gone,
+    and later ones are as usual."""
     died = asyncio.Event()
 
     async def die_once(call: Call) -> None:
-        if not died.is_set():
+        if not died.is_set() and token in (None, call.token):
             died.set()
             await call.worker.stop()
             await hang(call)
@@ -269,18 +270,8 @@ async def test_a_begun_answer_waits_longer_for_a_worker_than_one_without_output(
 ) -> None:
     """Its client can't ask for the rest."""
     monkeypatch.setattr(pipeline, "_RETRY_WAIT_S", 0.01)
-    decode = next(fake for fake in house.fakes if fake.stage is Stage.DECODE)
-    gone = asyncio.Event()
-
-    async def die(call: Call) -> None:
-        if call.worker is decode and call.token == 4:
-            gone.set()
-            await decode.stop()
-            await hang(call)
-
-    house.script.hooks["decode.token"] = die
+    house.script.hooks["decode.token"] = dies_once(token=4)
     asked = asyncio.create_task(house.stream())
-    await gone.wait()
     await until(lambda: not house.gateway.registry.live(Stage.DECODE))
     assert (await house.chat()).status == 503, "this one has nothing yet"
     assert not asked.done()
@@ -295,14 +286,7 @@ async def test_an_answer_that_is_sent_whole_does_not_wait_longer_for_its_tokens(
 ) -> None:
     """Its client has nothing yet, and can ask again."""
     monkeypatch.setattr(pipeline, "_RETRY_WAIT_S", 0.01)
-    decode = next(fake for fake in house.fakes if fake.stage is Stage.DECODE)
-
-    async def die(call: Call) -> None:
-        if call.token == 4:
-            await decode.stop()
-            await hang(call)
-
-    house.script.hooks["decode.token"] = die
+    house.script.hooks["decode.token"] = dies_once(token=4)
     with soon(5.0, "a worker, for as long as `gateway.recover_s` says (10 s)"):
         reply = await house.chat()
     assert reply.status == 503
@@ -311,14 +295,7 @@ async def test_an_answer_that_is_sent_whole_does_not_wait_longer_for_its_tokens(
 
 async def test_how_long_a_begun_answer_waits_is_bounded(loaded: Loaded) -> None:
     async with opened(loaded, recover_s=0.0) as house:
-        decode = next(fake for fake in house.fakes if fake.stage is Stage.DECODE)
-
-        async def die(call: Call) -> None:
-            if call.token == 4:
-                await decode.stop()
-                await hang(call)
-
-        house.script.hooks["decode.token"] = die
+        house.script.hooks["decode.token"] = dies_once(token=4)
         events = await house.stream()
         assert events[-2]["error"]["code"] == "stage_unavailable"
         assert events[-1] == "[DONE]"
