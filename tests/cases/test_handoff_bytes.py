@@ -22,11 +22,10 @@ from PIL import Image
 from epd.errors import EpdError, ErrorKind
 from epd.jobs import DecodeJob
 from epd.rpc.jobs import decode_job_to_proto
-from epd.rpc.status import from_rpc_error
 from protos.epd.v1 import common_pb2, decode_pb2, prefill_pb2
 from tests.cases.pictures import counter
 from tests.conftest import TinyCheckpoint
-from tests.e2e.stage_driver import Client, Planner, Request, greedy
+from tests.e2e.stage_driver import Client, Planner, Request, greedy, said
 from tests.e2e.stage_house import about, decoding, given_back, open_client, prefilled
 from tests.e2e.stage_processes import Stages
 from tests.tiny.reference import reference_generate
@@ -93,7 +92,7 @@ async def refusal(call: Any) -> EpdError:
     """Drain a call that must fail; nothing of an answer may come before."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await no_answer(call)
-    return from_rpc_error(caught.value)
+    return await said(call, caught.value)
 
 
 async def no_answer(call: Any) -> None:

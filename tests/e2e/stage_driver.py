@@ -18,11 +18,13 @@ import grpc.aio
 from PIL import Image
 
 from epd.config import RpcConfig
+from epd.errors import EpdError
 from epd.jobs import DecodeJob, EncodeJob, ImageItem, PrefillJob, SamplingParams
 from epd.models.processor import Processor
 from epd.models.spec import read_spec
 from epd.rpc.channels import dial
 from epd.rpc.jobs import decode_job_to_proto, encode_job_to_proto, prefill_job_to_proto
+from epd.rpc.status import from_rpc_error
 from protos.epd.v1 import (
     common_pb2,
     decode_pb2,
@@ -339,6 +341,15 @@ async def failure(call: Any) -> StageFailed:
     """Why a call ended, in its stage's words."""
     await until(lambda: call in _TOLD)
     return _TOLD[call]
+
+
+async def said(call: Any, error: grpc.aio.AioRpcError) -> EpdError:
+    """The error that a call's stage ended it with, whatever gRPC makes of a write into it."""
+    if error.details() == _LOCAL_FAULT:
+        told = await failure(call)
+        metadata = grpc.aio.Metadata(*told.metadata)
+        error = grpc.aio.AioRpcError(told.code, grpc.aio.Metadata(), metadata, told.details)
+    return from_rpc_error(error)
 
 
 @dataclass

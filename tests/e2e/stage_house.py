@@ -15,10 +15,9 @@ import pytest
 from PIL import Image
 
 from epd.errors import EpdError
-from epd.rpc.status import from_rpc_error
 from protos.epd.v1 import decode_pb2, prefill_pb2
 from tests.conftest import TinyCheckpoint
-from tests.e2e.stage_driver import Client, Planner, Request
+from tests.e2e.stage_driver import Client, Planner, Request, said
 from tests.e2e.stage_processes import Stages
 from tests.tiny.reference import reference_generate
 
@@ -99,7 +98,7 @@ async def typed(call: Any) -> EpdError:
     """Drain a call that must fail; the error it carries."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await drain(call)
-    return from_rpc_error(caught.value)
+    return await said(call, caught.value)
 
 
 def reference(planner: Planner, messages: Any, images: Sequence[Image.Image] = ()) -> list[int]:
