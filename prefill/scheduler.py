@@ -15,7 +15,7 @@ Invariants
                     ends first. Taking turns to the last token, prompts that came together
                     would all have their first token when the last has. Every runnable
                     request runs within twice as many of its client's turns as that has
-                    requests
+                    requests, while the budget of a batch doesn't shrink
     one step        a request is in one running step at most
 """
 
